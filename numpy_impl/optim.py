@@ -1,0 +1,142 @@
+"""AdamW on the flat buffers of a model."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from numpy_impl.layers import Parameter, ParameterBuffer
+
+
+class AdamWOptimizer:
+    """Adam with decoupled weight decay (Loshchilov & Hutter 2019, algorithm 2).
+
+    m <- b1 m + (1 - b1) g,  v <- b2 v + (1 - b2) g^2,
+    w <- (1 - lr decay) w - lr / (1 - b1^t)  m / (sqrt(v) / sqrt(1 - b2^t) + eps)
+
+    Only parameters of two or more axes decay. A parameter without a gradient is left alone, and
+    its step count too, as in PyTorch. Raises ValueError for hyperparameters out of range.
+    """
+
+    def __init__(
+        self, parameters: Iterable[Parameter], lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 0.01,
+    ) -> None:  # fmt: skip
+        check_hyperparameters(lr, betas, eps, weight_decay)
+        self.parameters = list(parameters)
+        if not self.parameters:
+            raise ValueError("parameters: got none, needed at least one")
+        self.lr, self.betas, self.eps, self.weight_decay = lr, betas, eps, weight_decay
+        buffer = self.parameters[0].buffer
+        same = [id(p) for p in buffer.parameters] == [id(p) for p in self.parameters]
+        self.buffer = buffer if same else ParameterBuffer(self.parameters)
+        self.exp_avg = np.zeros_like(self.buffer.data)
+        self.exp_avg_sq = np.zeros_like(self.buffer.data)
+        self.steps = [0] * len(self.parameters)
+
+    def zero_grad(self) -> None:
+        """Forget all gradients; the next backward pass overwrites the flat gradient."""
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    def clip_grad_norm(self, max_norm: float, error_if_nonfinite: bool = True) -> float:
+        """Scale all gradients by min(1, max_norm / (norm + 1e-6)); returns the norm before.
+
+        `norm` is the L2 norm of all gradients together. A norm that is not finite raises
+        FloatingPointError and leaves the gradients alone, unless `error_if_nonfinite` is False.
+        """
+        if not max_norm > 0.0:
+            raise ValueError(f"max_norm: got {max_norm}, needed a positive number")
+        self._gather()
+        norm = math.sqrt(np.dot(self.buffer.grad, self.buffer.grad))
+        if error_if_nonfinite and not math.isfinite(norm):
+            raise FloatingPointError(f"gradient norm: got {norm}, needed a finite number")
+        scale = max_norm / (norm + 1e-6)
+        with np.errstate(invalid="ignore"):  # 0 * inf is NaN, as in PyTorch
+            self.buffer.grad *= 1.0 if scale > 1.0 else scale
+        return norm
+
+    def step(self) -> None:
+        """One update of every parameter that has a gradient."""
+        self._gather()
+        for rows, t, decays in self._runs():
+            w, g = self.buffer.data[rows], self.buffer.grad[rows]
+            m, v = self.exp_avg[rows], self.exp_avg_sq[rows]
+            beta1, beta2 = self.betas
+            if decays:
+                w *= 1.0 - self.lr * self.weight_decay
+            m *= beta1
+            m += (1.0 - beta1) * g
+            v *= beta2
+            v += (1.0 - beta2) * g * g
+            denominator = np.sqrt(v) / math.sqrt(1.0 - beta2**t) + self.eps
+            w -= self.lr / (1.0 - beta1**t) * m / denominator
+
+    def _gather(self) -> None:
+        """Bring gradients that were assigned from outside into the flat buffer."""
+        for parameter, rows in zip(self.parameters, self.buffer.slices, strict=True):
+            if parameter.buffer is not self.buffer or parameter.data.base is not self.buffer.data:
+                raise RuntimeError(
+                    "optimizer: a parameter's memory was replaced since (assign with data[...] =)"
+                )
+            if parameter.grad is None:
+                self.buffer.grad[rows] = 0.0
+            elif parameter.grad is not parameter.grad_view:
+                parameter.grad_view[...] = parameter.grad
+                parameter.grad = parameter.grad_view
+
+    def _runs(self) -> Iterable[tuple[slice, int, bool]]:
+        """Neighbours in the buffer that are updated alike: rows, step count, whether they decay."""
+        order = sorted(range(len(self.parameters)), key=lambda i: self.buffer.slices[i].start)
+
+        def alike(i: int) -> tuple[bool, int, bool]:
+            parameter = self.parameters[i]
+            return parameter.grad is not None, self.steps[i], parameter.ndim >= 2
+
+        for (has_grad, steps, decays), group in itertools.groupby(order, key=alike):
+            if has_grad:
+                run = list(group)
+                for i in run:
+                    self.steps[i] = steps + 1
+                start, stop = self.buffer.slices[run[0]].start, self.buffer.slices[run[-1]].stop
+                yield slice(start, stop), steps + 1, decays
+
+    def state(self) -> dict[str, list[Any]]:
+        """Copies of both moments, and the step counts, in the order of the parameters."""
+
+        def parts(flat: np.ndarray) -> list[np.ndarray]:
+            return [
+                flat[rows].reshape(p.shape).copy()
+                for p, rows in zip(self.parameters, self.buffer.slices, strict=True)
+            ]
+
+        return {
+            "exp_avg": parts(self.exp_avg),
+            "exp_avg_sq": parts(self.exp_avg_sq),
+            "steps": list(self.steps),
+        }
+
+    def load_state(self, state: dict[str, list[Any]]) -> None:
+        """Copy in what `state` of either backend returned."""
+        for name, flat in (("exp_avg", self.exp_avg), ("exp_avg_sq", self.exp_avg_sq)):
+            for rows, array in zip(self.buffer.slices, state[name], strict=True):
+                flat[rows] = np.asarray(array).reshape(-1)
+        self.steps = [int(t) for t in state["steps"]]
+
+
+def check_hyperparameters(
+    lr: float, betas: tuple[float, float], eps: float, weight_decay: float
+) -> None:
+    """Raise ValueError for a hyperparameter outside its range."""
+    if not (math.isfinite(lr) and lr >= 0.0):
+        raise ValueError(f"lr: got {lr}, needed a finite number of at least 0")
+    if not all(0.0 <= beta < 1.0 for beta in betas):
+        raise ValueError(f"betas: got {betas}, needed numbers in [0, 1)")
+    if not (math.isfinite(eps) and eps >= 0.0):
+        raise ValueError(f"eps: got {eps}, needed a finite number of at least 0")
+    if not (math.isfinite(weight_decay) and weight_decay >= 0.0):
+        raise ValueError(f"weight_decay: got {weight_decay}, needed a finite number of at least 0")

@@ -1,0 +1,125 @@
+"""The operations of a GPT, as PyTorch has them, under the names and checks of the NumPy twin."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def gelu(x: Tensor) -> Tensor:
+    """Gaussian error linear unit, tanh form (Hendrycks & Gimpel 2016, eq. 2).
+
+    y = x/2 (1 + tanh(u)),  u = sqrt(2/pi) (x + 0.044715 x^3);  any shape, dtype kept.
+    The gradient is NaN from |x| about 1.9e19 in float32, where x^2 overflows.
+    """
+    return F.gelu(x, approximate="tanh")
+
+
+def softmax(x: Tensor) -> Tensor:
+    """Softmax over the last axis."""
+    return torch.softmax(x, dim=-1)
+
+
+def tril(x: Tensor, value: float) -> Tensor:
+    """Keep x where j <= i on the last two axes (top-left aligned), else `value`.
+
+    A finite `value` below the dtype's range becomes its minimum (float16: -65504). Raises
+    ValueError for fewer than two axes.
+    """
+    if x.ndim < 2:
+        raise ValueError(f"tril: got shape {tuple(x.shape)}, needed at least two axes")
+    return _select(x, torch.tril(torch.ones(x.shape[-2:], dtype=torch.bool)), value)
+
+
+def _select(x: Tensor, keep: Tensor, value: float) -> Tensor:
+    """x where `keep`, else `value`."""
+    if math.isfinite(value):
+        value = max(value, torch.finfo(x.dtype).min)
+    return x.masked_fill(~keep, value)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """y = x W^T + b:  (..., in), (out, in), (out,) -> (..., out)."""
+    if x.ndim < 1 or x.shape[-1] != weight.shape[-1]:
+        raise ValueError(f"linear: got input {tuple(x.shape)}, needed (..., {weight.shape[-1]})")
+    return F.linear(x, weight, bias)
+
+
+def embedding(table: Tensor, ids: Any) -> Tensor:
+    """Rows of `table` (V, E) by integer `ids` (...) -> (..., E).
+
+    Raises TypeError for ids that are not integers, ValueError for ids outside 0..V-1.
+    """
+    return F.embedding(check_ids("ids", ids, table.shape[0]), table)
+
+
+def cross_entropy(logits: Tensor, targets: Any) -> Tensor:
+    """Mean over all n rows of  log(sum_j exp(x_j)) - x_target:  (..., V), (...) -> ().
+
+    Raises TypeError for targets that are not integers, ValueError for targets outside 0..V-1 (-1
+    and -100 included), for a shape that does not match, and for no rows.
+    """
+    vocab_size = logits.shape[-1]
+    targets = check_ids("targets", targets, vocab_size)
+    if targets.shape != logits.shape[:-1] or targets.numel() == 0:
+        raise ValueError(
+            f"cross_entropy: got targets {tuple(targets.shape)} for logits {tuple(logits.shape)}, "
+            "needed one target per row and at least one row"
+        )
+    # Flattened, or PyTorch takes axis 1 for the classes.
+    return F.cross_entropy(logits.reshape(-1, vocab_size), targets.reshape(-1))
+
+
+def self_attention(q: Tensor, k: Tensor, v: Tensor, mask: Any = None) -> tuple[Tensor, Tensor]:
+    """Scaled dot-product attention (Vaswani et al. 2017, eq. 1); returns output and weights.
+
+    softmax(q k^T / sqrt(d_k)) v:  q (..., T, d_k), k (..., S, d_k), v (..., S, d_v) ->
+    (..., T, d_v) and (..., T, S). `mask` is boolean (or 0 and 1), broadcasts to (..., T, S), and
+    is true where position i may attend to position j; elsewhere the score is -inf. Raises
+    ValueError for shapes that do not fit and for a row that may attend to nothing.
+    """
+    _check_attention_shapes(q, k, v)
+    scores = (q @ k.transpose(-2, -1)) / math.sqrt(q.shape[-1])  # (..., T, S)
+    if mask is not None:
+        scores = _select(scores, _check_mask(mask, scores.shape), -math.inf)
+    weights = softmax(scores)
+    return weights @ v, weights
+
+
+def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Self-attention in which position i attends to positions j <= i only; see `self_attention`."""
+    return self_attention(q, k, v, np.tri(q.shape[-2], k.shape[-2], dtype=bool))
+
+
+def check_ids(name: str, ids: Any, size: int) -> Tensor:
+    """`ids` as a private int64 tensor, after checking on the array that all lie in 0..size-1."""
+    ids = np.asarray(ids)
+    if ids.dtype.kind not in "iu":
+        raise TypeError(f"{name}: got dtype {ids.dtype}, needed integers")
+    bad = ids[(ids < 0) | (ids >= size)]
+    if bad.size:
+        raise ValueError(f"{name}: got {bad[0]}, needed 0 to {size - 1}")
+    return torch.from_numpy(ids.astype(np.int64))
+
+
+def _check_attention_shapes(q: Any, k: Any, v: Any) -> None:
+    if min(q.ndim, k.ndim, v.ndim) < 2 or q.shape[-1] != k.shape[-1] or k.shape[-2] != v.shape[-2]:
+        raise ValueError(
+            f"attention: got q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}, "
+            "needed (..., T, d_k), (..., S, d_k), (..., S, d_v)"
+        )
+
+
+def _check_mask(mask: Any, shape: tuple[int, ...]) -> Tensor:
+    mask = np.asarray(mask)
+    if mask.dtype != bool and not (mask.dtype.kind in "iu" and np.isin(mask, (0, 1)).all()):
+        raise TypeError(f"mask: got dtype {mask.dtype}, needed booleans (true: may attend)")
+    keep = np.broadcast_to(mask.astype(bool), shape)
+    if not keep.any(axis=-1).all():
+        raise ValueError("mask: a position may attend to nothing, needed at least one")
+    return torch.from_numpy(keep.copy())

@@ -1,0 +1,92 @@
+"""AdamW of `torch.optim` under the interface of the NumPy twin."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+
+class AdamWOptimizer:
+    """Adam with decoupled weight decay (Loshchilov & Hutter 2019, algorithm 2).
+
+    m <- b1 m + (1 - b1) g,  v <- b2 v + (1 - b2) g^2,
+    w <- (1 - lr decay) w - lr / (1 - b1^t)  m / (sqrt(v) / sqrt(1 - b2^t) + eps)
+
+    Only parameters of two or more axes decay. A parameter without a gradient is left alone, and
+    its step count too. Raises ValueError for hyperparameters out of range.
+    """
+
+    def __init__(
+        self, parameters: Iterable[nn.Parameter], lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 0.01,
+    ) -> None:  # fmt: skip
+        self.parameters = list(parameters)
+        if not self.parameters:
+            raise ValueError("parameters: got none, needed at least one")
+        groups = [
+            {"params": [p for p in self.parameters if p.ndim >= 2], "weight_decay": weight_decay},
+            {"params": [p for p in self.parameters if p.ndim < 2], "weight_decay": 0.0},
+        ]
+        self.optimizer = torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps)
+
+    @property
+    def lr(self) -> float:
+        return self.optimizer.param_groups[0]["lr"]
+
+    @lr.setter
+    def lr(self, lr: float) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+
+    def zero_grad(self) -> None:
+        """Forget all gradients."""
+        self.optimizer.zero_grad()
+
+    def clip_grad_norm(self, max_norm: float, error_if_nonfinite: bool = True) -> float:
+        """Scale all gradients by min(1, max_norm / (norm + 1e-6)); returns the norm before.
+
+        `norm` is the L2 norm of all gradients together. A norm that is not finite raises
+        FloatingPointError and leaves the gradients alone, unless `error_if_nonfinite` is False.
+        """
+        if not max_norm > 0.0:
+            raise ValueError(f"max_norm: got {max_norm}, needed a positive number")
+        try:
+            return nn.utils.clip_grad_norm_(
+                self.parameters, max_norm, error_if_nonfinite=error_if_nonfinite
+            ).item()
+        except RuntimeError as error:
+            raise FloatingPointError("gradient norm: got nan or inf, needed a finite number") from (
+                error
+            )
+
+    def step(self) -> None:
+        """One update of every parameter that has a gradient."""
+        self.optimizer.step()
+
+    def state(self) -> dict[str, list[Any]]:
+        """Copies of both moments, and the step counts, in the order of the parameters."""
+        states = [self.optimizer.state.get(p, {}) for p in self.parameters]
+
+        def parts(name: str) -> list[Any]:
+            return [
+                s.get(name, torch.zeros_like(p)).detach().numpy().copy()
+                for p, s in zip(self.parameters, states, strict=True)
+            ]
+
+        return {
+            "exp_avg": parts("exp_avg"),
+            "exp_avg_sq": parts("exp_avg_sq"),
+            "steps": [int(s.get("step", 0)) for s in states],
+        }
+
+    def load_state(self, state: dict[str, list[Any]]) -> None:
+        """Copy in what `state` of either backend returned."""
+        for i, p in enumerate(self.parameters):
+            self.optimizer.state[p] = {
+                "step": torch.tensor(float(state["steps"][i])),
+                "exp_avg": torch.tensor(state["exp_avg"][i], dtype=p.dtype),
+                "exp_avg_sq": torch.tensor(state["exp_avg_sq"][i], dtype=p.dtype),
+            }
