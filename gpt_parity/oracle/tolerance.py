@@ -1,0 +1,99 @@
+"""Tolerances of a whole model, measured by Monte Carlo arithmetic and never tuned.
+
+One clean float64 run G_0 of the NumPy twin, then K runs with every result perturbed by the
+rounding of the dtype judged:  tol = 16 max_k ||G_k - G_0|| + 12 u ||G_0||,  for the whole tensor
+and for each row of its last axis. The spread is taken around the same engine's clean run, so that
+a difference in meaning is never absorbed as noise. A tolerance of 0 asks for equality.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from gpt_parity.oracle.rounding import MonteCarloArithmetic, Unit
+from gpt_parity.oracle.trace import Trace, trace
+from numpy_impl.tape import Observer
+
+# With K = 6 noisy runs and a factor of 16, noise alone alarms 3e-7 of the time for a scalar.
+NOISY_RUNS = 6
+SPREAD_FACTOR = 16.0
+RESULT_FACTOR = 12.0
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """Allowed 2-norm of the error: of the whole tensor, and of each row of its last axis."""
+
+    whole: float
+    rows: np.ndarray
+
+
+def norms(x: np.ndarray) -> tuple[float, np.ndarray]:
+    """2-norm of the whole tensor and of each row of its last axis, in float64."""
+    x = np.asarray(x, dtype=np.float64)
+    rows = np.sqrt((x * x).sum(axis=-1)) if x.ndim else np.abs(x)
+    return float(np.sqrt((rows * rows).sum())), rows
+
+
+def spread_tolerance(clean: np.ndarray, noisy: Iterable[np.ndarray], unit: Unit) -> Tolerance:
+    """tol = 16 max_k ||G_k - G_0|| + 12 u ||G_0||."""
+    whole, rows = norms(clean)
+    spreads = [norms(g - clean) for g in noisy]
+    return Tolerance(
+        SPREAD_FACTOR * max(s[0] for s in spreads) + RESULT_FACTOR * unit.u * whole,
+        SPREAD_FACTOR * np.max([s[1] for s in spreads], axis=0) + RESULT_FACTOR * unit.u * rows,
+    )
+
+
+def noisy_runs(run: Callable[[Observer], Any], unit: Unit, seed: int) -> list[Any]:
+    """`run` once per noisy run, each with its own stream of Monte Carlo arithmetic."""
+    return [
+        run(MonteCarloArithmetic(unit, np.random.default_rng([seed, k]))) for k in range(NOISY_RUNS)
+    ]
+
+
+@dataclass(frozen=True)
+class Tolerances:
+    """Tolerances of everything that a trace holds, by the names of the trace."""
+
+    unit: Unit
+    loss: Tolerance
+    values: dict[str, Tolerance]
+    gradients: dict[str, Tolerance]
+    parameters: dict[str, Tolerance]
+
+
+def trace_tolerances(clean: Trace, noisy: list[Trace], unit: Unit) -> Tolerances:
+    """Tolerances from a clean and several noisy traces; masked scores count where they are kept."""
+
+    def kept(name: str, x: np.ndarray) -> np.ndarray:
+        return np.where(clean.kept[name], x, 0.0) if name in clean.kept else x
+
+    def part(of: Callable[[Trace], dict[str, np.ndarray]]) -> dict[str, Tolerance]:
+        return {
+            name: spread_tolerance(kept(name, x), [kept(name, of(t)[name]) for t in noisy], unit)
+            for name, x in of(clean).items()
+        }
+
+    return Tolerances(
+        unit,
+        spread_tolerance(clean.loss, [t.loss for t in noisy], unit),
+        part(lambda t: t.values),
+        part(lambda t: t.gradients),
+        part(lambda t: t.parameters),
+    )
+
+
+def model_tolerances(
+    model: Any, loss_fn: Any, tokens: np.ndarray, targets: np.ndarray, unit: Unit, seed: int = 0
+) -> tuple[Trace, Tolerances]:
+    """Clean trace of a float64 NumPy model, and the tolerances for a candidate with `unit`."""
+    if model.embedding.embedding.weight.dtype != np.float64:
+        raise ValueError("tolerance: the reference model is not float64, needed float64")
+    clean = trace(model, loss_fn, tokens, targets)
+    noisy = noisy_runs(lambda a: trace(model, loss_fn, tokens, targets, a), unit, seed)
+    return clean, trace_tolerances(clean, noisy, unit)
