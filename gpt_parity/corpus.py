@@ -6,14 +6,15 @@ import hashlib
 import http.client
 import os
 import sys
+import urllib.error
 import urllib.request
-import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 
+from gpt_parity.files import write_atomically
 from gpt_parity.schedule import require_integer, require_real
 
 CHECKOUT = Path(__file__).resolve().parents[1]
@@ -26,6 +27,7 @@ TINYSHAKESPEARE_BYTES = 1_115_394
 TIMEOUT_SECONDS = 30.0
 
 
+@dataclass(frozen=True, init=False)
 class CharTokenizer:
     """Characters to ids and back; the id is the place in the sorted vocabulary.
 
@@ -33,6 +35,8 @@ class CharTokenizer:
     alone and never on hashing. Raises ValueError if it is empty, unsorted, has duplicates or
     entries of another length than one; TypeError if it is no sequence of strings.
     """
+
+    vocabulary: str
 
     def __init__(self, vocabulary: str | Sequence[str]) -> None:
         if not isinstance(vocabulary, Sequence) or not all(isinstance(c, str) for c in vocabulary):
@@ -47,8 +51,8 @@ class CharTokenizer:
                     f"vocabulary[{index}] is {character!r} after {vocabulary[index - 1]!r}, "
                     "distinct characters in code point order are needed"
                 )
-        self._vocabulary = "".join(vocabulary)
-        self._codes = _code_points(self._vocabulary)  # (V,)
+        object.__setattr__(self, "vocabulary", "".join(vocabulary))
+        object.__setattr__(self, "_codes", _code_points(self.vocabulary))  # (V,)
 
     @classmethod
     def from_text(cls, text: str) -> CharTokenizer:
@@ -56,23 +60,8 @@ class CharTokenizer:
         return cls("".join(sorted(set(text))))
 
     @property
-    def vocabulary(self) -> str:
-        return self._vocabulary
-
-    @property
     def vocab_size(self) -> int:
-        return len(self._vocabulary)
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, CharTokenizer):
-            return NotImplemented
-        return self._vocabulary == other._vocabulary
-
-    def __hash__(self) -> int:
-        return hash(self._vocabulary)
-
-    def __repr__(self) -> str:
-        return f"CharTokenizer(vocab_size={self.vocab_size})"
+        return len(self.vocabulary)
 
     def encode(self, text: str) -> np.ndarray:
         """Return the ids of the characters of `text`: (len(text),), int64.
@@ -99,10 +88,12 @@ class CharTokenizer:
             raise ValueError(f"ids have shape {array.shape}, (n,) is needed")
         if array.size == 0:
             return ""
-        # Integers too large for any NumPy integer arrive as objects: out of range, not ill-typed.
-        objects = array.dtype == object and all(type(i) is int for i in array)
-        if array.dtype.kind not in "iu" and not objects:
-            raise TypeError(f"ids have dtype {array.dtype}, integers are needed")
+        if array.dtype.kind not in "iu":
+            # Integers too large for NumPy's arrive as floats or objects: out of range, no less.
+            exact = np.asarray(ids, dtype=object)
+            if not all(type(i) is int for i in exact):
+                raise TypeError(f"ids have dtype {array.dtype}, integers are needed")
+            array = exact
         outside = (array < 0) | (array >= self.vocab_size)
         if outside.any():
             raise ValueError(
@@ -306,15 +297,7 @@ def fetch_tinyshakespeare(folder: Path) -> Path:
             f"{TINYSHAKESPEARE_SHA256} is needed; nothing was written"
         )
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}.part")
-    try:
-        with partial.open("xb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
+    write_atomically(path, data)
     return path
 
 
@@ -322,11 +305,13 @@ def _download() -> bytes:
     from rich.console import Console
     from rich.progress import Progress
 
+    try:
+        response = urllib.request.urlopen(TINYSHAKESPEARE_URL, timeout=TIMEOUT_SECONDS)
+    except urllib.error.HTTPError as error:
+        error.close()  # it holds the connection
+        raise
     data = bytearray()
-    with (
-        urllib.request.urlopen(TINYSHAKESPEARE_URL, timeout=TIMEOUT_SECONDS) as response,
-        Progress(console=Console(stderr=True), transient=True) as progress,
-    ):
+    with response, Progress(console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task(TINYSHAKESPEARE_NAME, total=TINYSHAKESPEARE_BYTES)
         # One byte too many is enough to know that it is another file, however long it goes on.
         while chunk := response.read(min(65536, TINYSHAKESPEARE_BYTES + 1 - len(data))):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import importlib.util
 import os
@@ -12,13 +13,13 @@ import threading
 import urllib.request
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
-from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
 
 import numpy as np
 import pytest
-from hypothesis import given
+import rich.progress  # noqa: F401  (its first import draws from Python's random state, once)
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from gpt_parity import corpus
@@ -53,6 +54,7 @@ def run_python(*arguments: str, **environment: str) -> subprocess.CompletedProce
 
 
 @given(any_text)
+@example("a\ud800b\udfff")
 def test_encode_and_decode_agree_with_plain_look_ups(text: str) -> None:
     vocabulary = sorted(set(text))
     tokenizer = CharTokenizer.from_text(text)
@@ -66,6 +68,7 @@ def test_encode_and_decode_agree_with_plain_look_ups(text: str) -> None:
 
 
 @given(any_text, any_text)
+@example("a", "bcdefghijklm")
 def test_encode_refuses_exactly_the_texts_with_unknown_characters(known: str, text: str) -> None:
     tokenizer = CharTokenizer.from_text(known)
     unknown = sorted(set(text) - set(known))
@@ -74,10 +77,10 @@ def test_encode_refuses_exactly_the_texts_with_unknown_characters(known: str, te
         return
     with pytest.raises(ValueError) as caught:
         tokenizer.encode(text)
+    more = f" and {len(unknown) - 10} more" if len(unknown) > 10 else ""
+    named = ", ".join(map(repr, unknown[:10])) + more
     message = str(caught.value)
-    assert message.startswith("text holds " + ", ".join(map(repr, unknown[:10])))
-    assert (f" and {len(unknown) - 10} more" in message) == (len(unknown) > 10)
-    assert f"only the {tokenizer.vocab_size} characters" in message
+    assert message.startswith(f"text holds {named}, only the {tokenizer.vocab_size} characters")
     assert len(message.splitlines()) == 1
 
 
@@ -163,6 +166,8 @@ def test_tokenizers_are_equal_when_their_vocabularies_are() -> None:
     assert hash(CharTokenizer(("a", "b"))) == hash(CharTokenizer("ab"))
     assert CharTokenizer("ab") != CharTokenizer("ac")
     assert CharTokenizer("ab") != "ab"
+    with pytest.raises(AttributeError):
+        CharTokenizer("ab").vocabulary = "xyz"
 
 
 # Reading
@@ -194,16 +199,15 @@ def test_reading_does_not_depend_on_the_locale(tmp_path: Path) -> None:
     path.write_bytes(TYPOGRAPHIC.encode())
     assert path.stat().st_size == 17
     code = (
-        "import sys, locale, pathlib\n"
+        "import sys, pathlib\n"
         "from gpt_parity.corpus import read_corpus\n"
         "text = read_corpus(pathlib.Path(sys.argv[1])).text\n"
-        "print(ascii(text), len(text), len(set(text)), locale.getpreferredencoding(False))"
+        "print(ascii(text), len(text), len(set(text)), sys.stdout.encoding)"
     )
     # Any file opened with the locale's encoding, whichever it is, ends in an EncodingWarning.
     options = ("-X", "warn_default_encoding", "-W", "error::EncodingWarning")
-    done = run_python(
-        *options, "-c", code, str(path), PYTHONUTF8="0", LC_ALL="C", PYTHONCOERCECLOCALE="0"
-    )
+    locale = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONIOENCODING": ""}
+    done = run_python(*options, "-c", code, str(path), **locale)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(f"{TYPOGRAPHIC!a} 10 10 ")
     if sys.platform == "linux":
@@ -266,12 +270,16 @@ def test_default_text_without_the_data_set_comes_with_python(
     assert found.is_fallback
     assert found.name == f"pydoc topics of Python {platform.python_version().rstrip('+')}"
     assert found.sha256 == hashlib.sha256(found.text.encode()).hexdigest()
-    places = [found.text.index(topics[key]) for key in sorted(topics)]
-    assert all(a < b for a, b in pairwise(places))
-    assert len(found.text) == sum(map(len, topics.values())) + len(topics) - 1
+    rest = found.text + "\n"
+    for key in sorted(topics):
+        assert rest.startswith(topics[key] + "\n"), key
+        rest = rest[len(topics[key]) + 1 :]
+    assert rest == ""
     # Long enough for the published sizes.
     assert CharDataset(found.text, context_size=32, batch_size=4).batch_count("test") > 100
 
+    monkeypatch.setattr("pydoc_data.topics.topics", {"b": "second", "a": "first"})
+    assert read_corpus(None).text == "first\nsecond"
     monkeypatch.setitem(sys.modules, "pydoc_data.topics", None)
     with pytest.raises(ValueError, match=r"^no text: .* a text file of your own is needed"):
         read_corpus(None)
@@ -463,8 +471,8 @@ def test_tinyshakespeare_counts() -> None:
     assert (dataset.batch_count("train"), dataset.batch_count("test")) == (15_684, 1_742)
     tokens, targets = dataset.batch("train", 0)
     assert tokens.shape == targets.shape == (4, 32)
-    assert dataset.tokenizer.decode(tokens[0]) == "First Citizen:\nBefore we proceed "
-    assert dataset.tokenizer.decode(targets[0]) == "irst Citizen:\nBefore we proceed a"
+    assert dataset.tokenizer.decode(tokens[0]) == "First Citizen:\nBefore we proceed"
+    assert dataset.tokenizer.decode(targets[0]) == "irst Citizen:\nBefore we proceed "
 
 
 # Download
@@ -609,7 +617,7 @@ def test_the_name_appears_only_when_the_bytes_are_on_disk(
     monkeypatch.setattr(os, "replace", watched_replace)
     fetch_tinyshakespeare(folder)
     size = served.stat().st_size
-    assert events == [("fsync", size), ("replace", size)]
+    assert events[:2] == [("fsync", size), ("replace", size)]
 
 
 def test_a_failed_write_leaves_nothing(
@@ -648,6 +656,7 @@ def test_a_connection_cut_short_leaves_nothing(
     with pytest.raises((ConnectionError, ValueError)):
         fetch_tinyshakespeare(tmp_path)
     assert list(tmp_path.iterdir()) == []
+    gc.collect()  # an unclosed connection warns here
 
 
 def test_script_prints_the_path(

@@ -101,6 +101,13 @@ def test_values_stay_above_zero_and_at_most_max_lr(
         assert 0 < scheduler(step) <= scheduler.max_lr, step
 
 
+def test_rounding_never_lifts_a_value_above_max_lr() -> None:
+    ulp = 2.0**-52
+    low, high = 1.5 * ulp, 1.0 + 3.0 * ulp
+    assert low + (high - low) > high  # two ties, both rounded up
+    assert WarmupCosineScheduler(high, 10, 0, low)(0) == high
+
+
 @given(schedulers())
 def test_rises_strictly_through_the_warmup_to_exactly_max_lr(
     scheduler: WarmupCosineScheduler,

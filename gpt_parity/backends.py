@@ -1,0 +1,102 @@
+"""The two implementations by name: "numpy" and "torch". PyTorch is imported only when asked for."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from types import ModuleType
+from typing import Any
+
+from gpt_parity.config import BACKENDS, GPTConfig
+from gpt_parity.schedule import require_integer
+
+THREAD_VARIABLES = (
+    "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "VECLIB_MAXIMUM_THREADS",
+)  # fmt: skip
+
+
+class MissingBackendError(ImportError):
+    """A backend was asked for whose library cannot be imported."""
+
+
+def load_backend(name: str) -> ModuleType:
+    """Return the package with GPT, GPTLoss, AdamWOptimizer and no_grad of "numpy" or "torch".
+
+    Raises ValueError for another name, MissingBackendError where PyTorch cannot be imported.
+    """
+    if name not in BACKENDS:
+        raise ValueError(f"backend is {name!r}, one of {BACKENDS} is needed")
+    if name == "torch":
+        try:
+            importlib.import_module("torch")
+        except (ImportError, OSError) as error:  # OSError: one of its libraries does not load
+            reason = " ".join(str(error).split())
+            raise MissingBackendError(
+                f"backend 'torch' needs PyTorch, which cannot be imported ({reason}); install it "
+                'with: python -m pip install -c constraints.txt -e ".[torch]"'
+            ) from error
+    return importlib.import_module(f"{name}_impl")
+
+
+def backend_of(model: Any) -> str:
+    """Return "numpy" or "torch" for a model of either; TypeError for anything else."""
+    from numpy_impl.layers import Layer
+
+    if isinstance(model, Layer):
+        return "numpy"
+    torch = sys.modules.get("torch")  # where it is not imported, nothing is a module of its own
+    if torch is not None and isinstance(model, torch.nn.Module):
+        return "torch"
+    raise TypeError(f"model is a {type(model).__name__}, a model of numpy_impl or torch is needed")
+
+
+def build_model(
+    backend: str, config: GPTConfig, seed: int = 0, dtype: Any = "float32", *,
+    allow_leak: bool = False,
+) -> Any:  # fmt: skip
+    """Return a GPT with the weights of `seed`, the same numbers in both backends.
+
+    dtype: its name or NumPy dtype. Raises what `load_backend` and the model raise.
+    """
+    import numpy as np
+
+    return load_backend(backend).GPT(
+        config.vocab_size, config.context_size, config.embedding_size, config.blocks,
+        seed=seed, dtype=np.dtype(dtype).name, mask_value=config.mask_value, allow_leak=allow_leak,
+    )  # fmt: skip
+
+
+@contextmanager
+def thread_limit(count: int, backend: str) -> Iterator[None]:
+    """Let the matrix products of the block use `count` threads.
+
+    PyTorch has a switch, which is turned back. NumPy's BLAS reads the environment once, when it
+    is loaded: it follows if NumPy is imported inside the block, or if threadpoolctl is installed;
+    otherwise set OMP_NUM_THREADS before Python starts.
+    """
+    require_integer("threads", count, 1)
+    with ExitStack() as restore:
+        if "numpy" not in sys.modules:
+            restore.callback(_restore_environment, {v: os.environ.get(v) for v in THREAD_VARIABLES})
+            os.environ.update(dict.fromkeys(THREAD_VARIABLES, str(count)))
+        elif importlib.util.find_spec("threadpoolctl") is not None:
+            threadpoolctl = importlib.import_module("threadpoolctl")
+            restore.enter_context(threadpoolctl.threadpool_limits(count, user_api="blas"))
+        if backend == "torch":
+            load_backend("torch")
+            torch = sys.modules["torch"]
+            restore.callback(torch.set_num_threads, torch.get_num_threads())
+            torch.set_num_threads(count)
+        yield
+
+
+def _restore_environment(values: dict[str, str | None]) -> None:
+    for name, value in values.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value

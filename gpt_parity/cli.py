@@ -1,0 +1,133 @@
+"""The `gpt-parity` command. Numbers are computed elsewhere; here are flags, errors, exit codes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from types import FrameType
+from typing import Annotated
+
+from cyclopts import App, CycloptsError, Parameter
+
+from gpt_parity.backends import MissingBackendError, thread_limit
+from gpt_parity.config import GenerateConfig, TrainConfig
+from gpt_parity.provenance import package_version
+
+USER_ERRORS = (
+    CycloptsError, ValueError, TypeError, OSError, FloatingPointError, MemoryError,
+    MissingBackendError,
+)  # fmt: skip
+
+app = App(
+    name="gpt-parity",
+    help="Two GPTs that must agree, one in NumPy and one in PyTorch.",
+    help_format="plaintext",
+    version=lambda: f"gpt-parity {package_version()}",
+    default_parameter=Parameter(negative=()),
+)
+app.command(
+    "gpt_parity.verify:verify",
+    name="verify",
+    help="Compare both models tensor by tensor, then in training.",
+)
+
+
+@app.command
+def train(*, config: Annotated[TrainConfig | None, Parameter(name="*")] = None) -> int:
+    """Train either backend on a text; writes metrics, checkpoint and a sample into a folder.
+
+    Example: gpt-parity train --backend numpy --data data/tinyshakespeare.txt --eval-every 2000
+    """
+    config = config or TrainConfig()
+    with thread_limit(config.threads, config.backend):
+        from gpt_parity import runs
+
+        return runs.train(config)
+
+
+@app.command
+def generate(*, config: Annotated[GenerateConfig, Parameter(name="*")]) -> int:
+    """Continue a prompt with a trained model, on either backend.
+
+    Example: gpt-parity generate --checkpoint runs/numpy-float32-seed42 --prompt "ROMEO:"
+    """
+    with thread_limit(config.threads, config.backend):
+        from gpt_parity import runs
+
+        return runs.generate(config)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code: 0 fine, 1 a difference, 2 unusable.
+
+    A mistake of the user is one line on stderr. 130 after SIGINT, 143 after SIGTERM; a reader
+    that closed the pipe ends the command without a word (141).
+    """
+    try:
+        with _terminated_by_sigterm(), _utf8_output():
+            result = app(
+                sys.argv[1:] if argv is None else list(argv),
+                exit_on_error=False, print_error=False, result_action="return_value",
+            )  # fmt: skip
+            sys.stdout.flush()
+        return result if isinstance(result, int) else 0
+    except BrokenPipeError:
+        _discard_output()
+        return 128 + 13
+    except USER_ERRORS as error:
+        message = " ".join(str(error).split()) or type(error).__name__
+        print(f"gpt-parity: error: {message}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    except SystemExit as error:
+        return error.code if isinstance(error.code, int) else 0
+
+
+@contextmanager
+def _terminated_by_sigterm() -> Iterator[None]:
+    """Let SIGTERM unwind the stack, so that what is open is closed; main thread only."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def handler(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@contextmanager
+def _utf8_output() -> Iterator[None]:
+    """Write UTF-8 whatever the locale says: texts hold any character."""
+    stdout = sys.stdout
+    encoding, errors = getattr(stdout, "encoding", None), getattr(stdout, "errors", None)
+    if not hasattr(stdout, "reconfigure"):
+        yield
+        return
+    stdout.reconfigure(encoding="utf-8", errors="backslashreplace")
+    try:
+        yield
+    finally:
+        with suppress(OSError):  # a closed pipe was reported already
+            stdout.reconfigure(encoding=encoding, errors=errors)
+
+
+def _discard_output() -> None:
+    """Keep the interpreter from writing to the closed pipe once more when it ends."""
+    with suppress(OSError, ValueError):
+        devnull = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(devnull, sys.stdout.fileno())
+        os.close(devnull)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,206 @@
+"""What can be chosen, with its defaults: every flag of the commands is a field here."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from gpt_parity.schedule import require_integer, require_real
+
+Backend = Literal["numpy", "torch"]
+Dtype = Literal["float32", "float64"]
+
+BACKENDS: tuple[Backend, ...] = ("numpy", "torch")
+DTYPES: tuple[Dtype, ...] = ("float32", "float64")
+
+
+@dataclass(frozen=True)
+class GPTConfig:
+    """The sizes that determine the names and shapes of a model's weights.
+
+    Raises ValueError for sizes below 1 and a NaN as the fill, TypeError for values that are no
+    numbers.
+    """
+
+    vocab_size: int
+    """V, the number of token ids."""
+    context_size: int = 32
+    """C, the longest input in tokens."""
+    embedding_size: int = 64
+    """E, the width of the model."""
+    blocks: int = 2
+    """Number of transformer blocks."""
+    mask_value: float = -1e9
+    """Fill of the masked attention scores."""
+
+    def __post_init__(self) -> None:
+        for name in ("vocab_size", "context_size", "embedding_size", "blocks"):
+            object.__setattr__(self, name, require_integer(name, getattr(self, name), 1))
+        object.__setattr__(self, "mask_value", require_real("mask_value", self.mask_value))
+        if math.isnan(self.mask_value):
+            raise ValueError("mask_value is nan, a number is needed")
+
+    def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return names and shapes of the weights in the order of construction, without a model."""
+        vocab, width = self.vocab_size, self.embedding_size
+
+        def linear(name: str, inputs: int, outputs: int) -> dict[str, tuple[int, ...]]:
+            return {f"{name}.weight": (outputs, inputs), f"{name}.bias": (outputs,)}
+
+        shapes: dict[str, tuple[int, ...]] = {
+            "embedding.embedding.weight": (vocab, width),
+            "embedding.positional_embedding.weight": (self.context_size, width),
+        }
+        for block in range(self.blocks):
+            shapes |= linear(f"transformers.{block}.attention.output", width, width)
+            shapes |= linear(f"transformers.{block}.feed_forward.input", width, 4 * width)
+            shapes |= linear(f"transformers.{block}.feed_forward.output", 4 * width, width)
+        return shapes | linear("output.output", width, vocab)
+
+    def parameter_count(self) -> int:
+        """Return the number of weights."""
+        return sum(math.prod(shape) for shape in self.parameter_shapes().values())
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """Everything that a training run depends on; the defaults are the recipe of the source text.
+
+    Raises ValueError for values out of range, TypeError for values of another type.
+    """
+
+    backend: Backend = "numpy"
+    """Which implementation trains."""
+    data: Path | None = None
+    """UTF-8 text; without it data/tinyshakespeare.txt, or else a text that comes with Python."""
+    out: Path | None = None
+    """Folder of the run; without it runs/BACKEND-DTYPE-seedSEED."""
+    overwrite: bool = False
+    """Replace the run that the folder already holds."""
+    seed: int = 42
+    """Seed of the initial weights and of the sample."""
+    dtype: Dtype = "float32"
+    """Precision of weights, gradients and moments."""
+    epochs: int = 2
+    """Passes over the training part of the text."""
+    max_steps: int | None = None
+    """End after this many steps, and the learning rate's schedule with them."""
+    batch_size: int = 4
+    """Windows per step."""
+    context_size: int = 32
+    """Characters per window, the longest input of the model."""
+    embedding_size: int = 64
+    """Width of the model."""
+    blocks: int = 2
+    """Number of transformer blocks."""
+    learning_rate: float = 1e-3
+    """Learning rate at the end of the warm-up."""
+    warmup: int = 100
+    """Steps over which the learning rate rises linearly."""
+    min_learning_rate: float = 1e-4
+    """Learning rate at the end, reached along half a cosine."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """Decay rates of the two moments of AdamW."""
+    eps: float = 1e-8
+    """Added to the denominator of AdamW."""
+    weight_decay: float = 0.01
+    """Decoupled weight decay of parameters with two or more axes."""
+    max_norm: float = 1.0
+    """Largest gradient norm, longer gradients are scaled down to it; inf never scales."""
+    eval_every: int | None = None
+    """Steps between validation losses, each with a checkpoint; without it only at the end."""
+    log_every: int = 100
+    """Steps between two lines of metrics.jsonl; the loss in a line is the mean over its steps."""
+    sample_tokens: int = 300
+    """Characters of the sample that is generated at the end."""
+    threads: int = 1
+    """Threads of the matrix products; these models are fastest with one."""
+
+    def __post_init__(self) -> None:
+        require_choices(self)
+        seed = require_integer("seed", self.seed, 0)
+        if seed >= 2**32:
+            raise ValueError(f"seed is {seed}, less than 2**32 is needed")
+        sizes = ("epochs", "batch_size", "context_size", "embedding_size", "blocks", "log_every",
+                 "sample_tokens", "threads")  # fmt: skip
+        for name in sizes:
+            require_integer(name, getattr(self, name), 1)
+        for name in ("max_steps", "eval_every"):
+            if getattr(self, name) is not None:
+                require_integer(name, getattr(self, name), 1)
+        require_integer("warmup", self.warmup, 0)
+        for name in ("learning_rate", "min_learning_rate"):
+            if not 0 < require_real(name, getattr(self, name)) < math.inf:
+                raise ValueError(
+                    f"{name} is {getattr(self, name)}, a finite rate above 0 is needed"
+                )
+        if self.min_learning_rate > self.learning_rate:
+            raise ValueError(
+                f"min_learning_rate is {self.min_learning_rate}, at most learning_rate = "
+                f"{self.learning_rate} is needed"
+            )
+        if len(self.betas) != 2 or not all(0 <= require_real("betas", b) < 1 for b in self.betas):
+            raise ValueError(f"betas are {self.betas}, two numbers in [0, 1) are needed")
+        for name in ("eps", "weight_decay"):
+            if not 0 <= require_real(name, getattr(self, name)) < math.inf:
+                raise ValueError(
+                    f"{name} is {getattr(self, name)}, a finite number of at least 0 is needed"
+                )
+        if not require_real("max_norm", self.max_norm) > 0:
+            raise ValueError(f"max_norm is {self.max_norm}, a number above 0 is needed")
+
+    @property
+    def run_folder(self) -> Path:
+        """`out`, or the folder named after backend, dtype and seed."""
+        return self.out or Path("runs") / f"{self.backend}-{self.dtype}-seed{self.seed}"
+
+    def model(self, vocab_size: int) -> GPTConfig:
+        """Return the model's part of this configuration."""
+        return GPTConfig(vocab_size, self.context_size, self.embedding_size, self.blocks)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateConfig:
+    """What to generate from which checkpoint; sizes, vocabulary and dtype come from its manifest.
+
+    Raises ValueError for values out of range, TypeError for values of another type.
+    """
+
+    checkpoint: Path
+    """Folder of a run, or a checkpoint file."""
+    prompt: str
+    """Text to continue; the model sees its last characters, as many as fit its context."""
+    backend: Backend = "numpy"
+    """Which implementation computes the logits."""
+    tokens: int = 200
+    """Characters to generate."""
+    temperature: float = 1.0
+    """Below 1 is bolder, above 1 is wilder; 0 always takes the likeliest character."""
+    top_k: int | None = None
+    """Choose among this many of the likeliest characters only."""
+    seed: int = 0
+    """Seed of the random numbers, one per character."""
+    threads: int = 1
+    """Threads of the matrix products."""
+
+    def __post_init__(self) -> None:
+        require_choices(self)
+        if not self.prompt:
+            raise ValueError("prompt is empty, at least one character is needed")
+        require_integer("tokens", self.tokens, 1)
+        if not require_real("temperature", self.temperature) >= 0:
+            raise ValueError(f"temperature is {self.temperature}, 0 or more is needed")
+        if self.top_k is not None:
+            require_integer("top_k", self.top_k, 1)
+        if require_integer("seed", self.seed, 0) >= 2**32:
+            raise ValueError(f"seed is {self.seed}, less than 2**32 is needed")
+        require_integer("threads", self.threads, 1)
+
+
+def require_choices(config: object) -> None:
+    """Raise ValueError unless the backend and dtype of `config`, where it has them, are known."""
+    for name, known in (("backend", BACKENDS), ("dtype", DTYPES)):
+        if getattr(config, name, known[0]) not in known:
+            raise ValueError(f"{name} is {getattr(config, name)!r}, one of {known} is needed")

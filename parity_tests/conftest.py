@@ -1,0 +1,55 @@
+"""Hypothesis profiles, one thread, and a guard on global state around every test."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterator
+from typing import Any
+
+# Small products are fastest on one thread, and one order of summation makes a run repeatable.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import hypothesis
+import numpy as np
+import pytest
+import torch
+
+from numpy_impl import tape
+
+torch.set_num_threads(1)
+
+# `--hypothesis-profile=NAME` chooses another; a name of our own would lose to Hypothesis's `ci`.
+hypothesis.settings.register_profile(
+    "default", max_examples=100, deadline=None, derandomize=True, database=None
+)
+hypothesis.settings.register_profile(
+    "quick", hypothesis.settings.get_profile("default"), max_examples=25
+)
+hypothesis.settings.register_profile("nightly", max_examples=5000, deadline=None, print_blob=True)
+hypothesis.settings.load_profile("default")
+
+
+def _global_state() -> dict[str, Any]:
+    """Everything that a test could leave changed for the next one, in comparable form."""
+    return {
+        "numpy_impl gradients enabled": tape.is_grad_enabled(),
+        "numpy_impl observer": tape.current_observer(),
+        "torch gradients enabled": torch.is_grad_enabled(),
+        "torch default dtype": torch.get_default_dtype(),
+        "torch threads": torch.get_num_threads(),
+        "torch random state": torch.get_rng_state().numpy().tobytes(),
+        "NumPy random state": str(np.random.get_state()),
+        "NumPy error handling": np.geterr(),
+        "Python random state": random.getstate(),
+    }
+
+
+@pytest.fixture(autouse=True)
+def unchanged_global_state() -> Iterator[None]:
+    """Fails a test that leaves a mode, dtype, thread count or random state changed."""
+    before = _global_state()
+    yield
+    after = _global_state()
+    changed = [name for name in before if before[name] != after[name]]
+    assert not changed, f"the test left changed: {', '.join(changed)}"

@@ -1,0 +1,118 @@
+"""Random GPTs with data: drawn by Hypothesis in the tests, by a generator in long runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import ModuleType
+
+import hypothesis.strategies as st
+import numpy as np
+
+import numpy_impl
+import torch_impl
+from gpt_parity.backends import build_model
+from gpt_parity.config import GPTConfig
+from gpt_parity.oracle.compare import Report, compare_traces
+from gpt_parity.oracle.rounding import UNITS
+from gpt_parity.oracle.tolerance import Tolerances, model_tolerances
+from gpt_parity.oracle.trace import Trace, trace
+from gpt_parity.weights import set_weights
+
+BACKENDS: dict[str, ModuleType] = {"numpy": numpy_impl, "torch": torch_impl}
+
+SIZES = {
+    "general": (5, 4, 6, 2, 3),
+    "square": (4, 4, 4, 2, 4),
+    "distinct primes": (11, 5, 7, 2, 3),
+    "one position": (5, 1, 4, 2, 3),
+    "batch of one": (5, 4, 3, 1, 1),
+    "two tokens": (2, 3, 4, 1, 2),
+    "wide": (65, 16, 32, 2, 2),
+    "long": (65, 64, 32, 1, 16),
+}
+STRUCTURES = (
+    "normal", "one token", "repeated tokens", "one-hot", "ties", "confident and wrong",
+)  # fmt: skip
+SCALES = (0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
+
+
+@dataclass(frozen=True)
+class ModelCase:
+    """Sizes first and the seed last, so that a failure shrinks to a small model."""
+
+    sizes: str
+    structure: str
+    scale: float
+    seed: int
+
+    @property
+    def config(self) -> GPTConfig:
+        vocab_size, context_size, embedding_size, blocks, _ = SIZES[self.sizes]
+        return GPTConfig(vocab_size, context_size, embedding_size, blocks)
+
+
+def model_cases() -> st.SearchStrategy[ModelCase]:
+    """Cases for Hypothesis, simplest first."""
+    return st.builds(
+        ModelCase, st.sampled_from(sorted(SIZES, key=lambda k: np.prod(SIZES[k]))),
+        st.sampled_from(STRUCTURES), st.sampled_from(SCALES), st.integers(0, 2**32 - 1),
+    )  # fmt: skip
+
+
+def random_case(rng: np.random.Generator) -> ModelCase:
+    """A case for long runs."""
+    return ModelCase(
+        str(rng.choice(list(SIZES))), str(rng.choice(STRUCTURES)), float(rng.choice(SCALES)),
+        int(rng.integers(2**32)),
+    )  # fmt: skip
+
+
+def fill(case: ModelCase) -> tuple[dict[str, np.ndarray], np.ndarray, np.ndarray]:
+    """Weights (float64, representable in float32), tokens and targets (B, T) of a case."""
+    rng = np.random.default_rng(case.seed)
+    vocab_size, context_size, embedding_size, _, batch = SIZES[case.sizes]
+    shapes = {n: p.shape for n, p in build_model("numpy", case.config).named_parameters()}
+    weights = {n: case.scale * rng.standard_normal(shape) for n, shape in shapes.items()}
+    tokens = rng.integers(0, vocab_size, (batch, context_size))
+    targets = rng.integers(0, vocab_size, (batch, context_size))
+    table = weights["embedding.embedding.weight"]
+    if case.structure == "one token":
+        tokens[...] = targets[...] = tokens[0, 0]
+    elif case.structure == "repeated tokens":
+        tokens %= 2
+    elif case.structure == "one-hot":
+        table[...] = case.scale * np.eye(vocab_size, embedding_size)
+    elif case.structure == "ties":
+        table[...] = table[0]
+        weights["embedding.positional_embedding.weight"][...] = 0.0
+    elif case.structure == "confident and wrong":
+        weights["output.output.bias"][...] = -40.0
+        weights["output.output.bias"][0] = 40.0
+        targets[...] = vocab_size - 1
+    return {n: w.astype(np.float32).astype(np.float64) for n, w in weights.items()}, tokens, targets
+
+
+def build(backend: str, dtype: str, case: ModelCase, weights: dict[str, np.ndarray]):
+    """The case's model with its weights, and the loss."""
+    model = build_model(backend, case.config, dtype=dtype)
+    set_weights(model, {n: w.astype(dtype) for n, w in weights.items()})
+    return model, BACKENDS[backend].GPTLoss()
+
+
+def candidate_trace(backend: str, dtype: str, case: ModelCase) -> Trace:
+    """One pass of a backend over a case."""
+    weights, tokens, targets = fill(case)
+    return trace(*build(backend, dtype, case, weights), tokens, targets)
+
+
+def reference(case: ModelCase, dtype: str) -> tuple[Trace, Tolerances]:
+    """The clean float64 pass of the NumPy twin and the tolerances for a candidate of `dtype`."""
+    weights, tokens, targets = fill(case)
+    return model_tolerances(
+        *build("numpy", "float64", case, weights), tokens, targets, UNITS[dtype]
+    )
+
+
+def judge(case: ModelCase, backend: str, dtype: str) -> Report:
+    """Compare a clean candidate with the reference."""
+    return compare_traces(candidate_trace(backend, dtype, case), *reference(case, dtype), dtype)

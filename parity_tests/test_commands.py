@@ -1,0 +1,506 @@
+"""The commands: what they write, one line for every mistake, signals, pipes and locales."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpt_parity import runs
+from gpt_parity.backends import load_backend, thread_limit
+from gpt_parity.cli import main
+from gpt_parity.config import BACKENDS, GenerateConfig, GPTConfig, TrainConfig
+from gpt_parity.corpus import CharDataset
+from gpt_parity.provenance import command_line, provenance
+from gpt_parity.training import GPTTrainer
+from gpt_parity.weights import get_weights, load_checkpoint
+
+CHECKOUT = Path(__file__).resolve().parents[1]
+TEXT = "Früh übt sich, was ein Meister werden will.\n" * 12
+SMALL = [
+    "--context-size", "8", "--embedding-size", "8", "--blocks", "1", "--log-every", "2",
+    "--sample-tokens", "5",
+]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("text.txt").write_bytes(TEXT.encode())
+
+
+def train(*flags: str, out: str = "run") -> int:
+    return main(["train", "--data", "text.txt", "--out", out, *SMALL, *flags])
+
+
+def checkpoint(capsys: pytest.CaptureFixture[str], *flags: str) -> None:
+    assert train("--max-steps", "4", *flags) == 0
+    capsys.readouterr()
+
+
+def one_error(capsys: pytest.CaptureFixture[str], code: int) -> str:
+    lines = capsys.readouterr().err.splitlines()
+    assert code == 2, lines
+    assert len(lines) == 1 and lines[0].startswith("gpt-parity: error: "), lines
+    return lines[0].removeprefix("gpt-parity: error: ")
+
+
+def command(*arguments: str, **options: Any) -> subprocess.Popen[bytes]:
+    """The command in a process of its own, without PyTorch and without a locale."""
+    environment = {
+        **os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0",
+        "PYTHONIOENCODING": "ascii", "PYTHONPATH": str(CHECKOUT),
+    }  # fmt: skip
+    program = (
+        "import sys; sys.modules['torch'] = None; from gpt_parity.cli import main; sys.exit(main())"
+    )
+    return subprocess.Popen(
+        [sys.executable, "-c", program, *arguments],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment, **options,
+    )  # fmt: skip
+
+
+# --- train ----------------------------------------------------------------------------------------
+
+
+def test_train_writes_a_whole_run(capsys: pytest.CaptureFixture[str]) -> None:
+    assert train("--max-steps", "7", "--eval-every", "3", "--dtype", "float64") == 0
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    lines = captured.out.splitlines()
+    vocabulary = "".join(sorted(set(TEXT)))
+    config = GPTConfig(len(vocabulary), 8, 8, 1)
+    digest = hashlib.sha256(TEXT.encode()).hexdigest()
+    assert lines[0] == (
+        f"text.txt: {len(TEXT)} characters, vocabulary {len(vocabulary)}, "
+        f"{config.parameter_count():,} parameters, sha256 {digest[:16]}"
+    )
+    assert lines[1] == "numpy float64, 7 steps, run in run"
+    assert re.fullmatch(r"test loss \d\.\d{4} over 2 batches", lines[-1])
+
+    metrics = [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()]
+    assert [m["step"] for m in metrics if m["event"] == "train"] == [2, 4, 6, 7]
+    validations = [(m["step"], m["loss"]) for m in metrics if m["event"] == "validation"]
+    assert [step for step, _ in validations] == [3, 6, 7]
+    assert lines[-1] == f"test loss {validations[-1][1]:.4f} over 2 batches"
+    assert lines[-4:-1] == runs.validation_table(validations)[1:]
+
+    saved = load_checkpoint(Path("run"), config=config, vocabulary=vocabulary)
+    assert (saved.backend, saved.dtype, saved.step) == ("numpy", "float64", 7)
+    assert set(saved.optimizer["steps"].values()) == {7}
+    described = json.loads(Path("run/config.json").read_text())
+    assert described["corpus"]["sha256"] == digest
+    assert described["train"]["max_steps"] == 7 and described["provenance"]["numpy"]
+    sample = Path("run/sample.txt").read_bytes().decode()
+    assert sample[0] == "\n" and len(sample) == 1 + 5 and set(sample) <= set(vocabulary)
+    assert sorted(f.name for f in Path("run").iterdir()) == sorted(runs.RUN_FILES)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_train_does_what_the_trainer_does(backend: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Flags reach the recipe: the command's weights are those of the same steps by hand."""
+    flags = ["--backend", backend, "--max-steps", "5", "--seed", "9", "--batch-size", "3",
+             "--learning-rate", "0.02", "--warmup", "2", "--min-learning-rate", "0.01",
+             "--betas", "0.8", "0.9", "--eps", "1e-5", "--weight-decay", "0.1",
+             "--max-norm", "0.5"]  # fmt: skip
+    assert train(*flags) == 0
+    implementation = load_backend(backend)
+    dataset = CharDataset(TEXT, context_size=8, batch_size=3)
+    model = implementation.GPT(dataset.vocab_size, 8, 8, 1, seed=9)
+    optimizer = implementation.AdamWOptimizer(model.parameters(), 0.0, (0.8, 0.9), 1e-5, 0.1)
+    trainer = GPTTrainer(model, implementation.GPTLoss(), optimizer, 0.5)
+    rates = [0.01, 0.02, 0.02, 0.0175, 0.0125]  # 1/2, 1, then cos 0, cos(pi/3), cos(2 pi/3)
+    results = trainer.train(dataset, 1, rates.__getitem__, max_steps=5)
+    ours, theirs = get_weights(model), load_checkpoint(Path("run")).weights
+    for name, array in ours.items():  # the command's cosine is rounded, these rates are not
+        distance = abs(array.astype(float) - theirs[name]).max()
+        assert distance <= 2.0**-20 * abs(array).max(), name
+    metrics = [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()]
+    assert metrics[0]["loss"] == (results[0].loss + results[1].loss) / 2
+    assert metrics[0]["grad_norm"] == results[1].grad_norm and metrics[0]["lr"] == 0.02
+
+
+def test_both_backends_train_and_continue_alike(capsys: pytest.CaptureFixture[str]) -> None:
+    outputs = {}
+    for backend in BACKENDS:
+        assert train("--backend", backend, "--dtype", "float64", "--epochs", "2", out=backend) == 0
+        lines = capsys.readouterr().out.splitlines()
+        outputs[backend] = lines[:1] + lines[2:]
+    assert outputs["numpy"] == outputs["torch"]
+    assert Path("numpy/sample.txt").read_text("utf-8") == Path("torch/sample.txt").read_text(
+        "utf-8"
+    )
+    texts = set()
+    for backend in BACKENDS:
+        for place in ("numpy", "numpy/checkpoint.safetensors"):
+            flags = ["--backend", backend, "--checkpoint", place, "--prompt", "Früh ",
+                     "--tokens", "40", "--temperature", "0.9", "--top-k", "9", "--seed", "3"]  # fmt: skip
+            assert main(["generate", *flags]) == 0
+            texts.add(capsys.readouterr().out)
+    assert len(texts) == 1
+    text = texts.pop()
+    assert text.startswith("Früh ") and len(text) == len("Früh ") + 40 + 1 and text[-1] == "\n"
+
+
+def test_without_a_text_the_built_in_one_is_named_in_one_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("gpt_parity.corpus.CHECKOUT", tmp_path)
+    assert main(["train", *SMALL, "--max-steps", "1", "--batch-size", "5000"]) == 0
+    first = capsys.readouterr().out.splitlines()[0]
+    pattern = (
+        r"data/tinyshakespeare.txt is absent, trained on pydoc topics of Python 3\.\S+: [\d,]+ "
+        r"characters, vocabulary \d+, [\d,]+ parameters, sha256 [0-9a-f]{16}"
+    )
+    assert re.fullmatch(pattern, first)
+    assert Path("runs/numpy-float32-seed42/checkpoint.safetensors").exists()
+
+
+def test_a_run_is_replaced_only_when_asked(capsys: pytest.CaptureFixture[str]) -> None:
+    assert train("--max-steps", "2") == 0
+    before = {file: file.read_bytes() for file in Path("run").iterdir()}
+    capsys.readouterr()
+    message = one_error(capsys, train("--max-steps", "3"))
+    assert message.startswith("run: holds a run already") and "--overwrite" in message
+    assert before == {file: file.read_bytes() for file in Path("run").iterdir()}
+    Path("run/notes.txt").write_text("mine")
+    assert train("--max-steps", "3", "--overwrite") == 0
+    assert load_checkpoint(Path("run")).step == 3
+    assert Path("run/notes.txt").read_text() == "mine"
+
+
+def test_diverging_training_is_one_line_and_keeps_the_last_checkpoint(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    flags = ["--learning-rate", "1e30", "--warmup", "0", "--eval-every", "1"]
+    message = one_error(capsys, train(*flags))
+    assert re.match(r"(training step 2|test batch 1): loss: got (nan|inf)", message), message
+    assert load_checkpoint(Path("run")).step == 1
+
+
+@pytest.mark.skipif(os.name != "posix", reason="needs a pseudo-terminal")
+def test_progress_on_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    import pty
+
+    leader, follower = pty.openpty()
+    environment = {**os.environ, "PYTHONPATH": str(CHECKOUT), "TERM": "xterm", "COLUMNS": "120"}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "gpt_parity.cli", "train", "--data", "text.txt", "--out", "run",
+         *SMALL, "--max-steps", "4000", "--epochs", "1000", "--eval-every", "2000"],
+        stdout=follower, stderr=subprocess.PIPE, env=environment,
+    )  # fmt: skip
+    os.close(follower)
+    seen = bytearray()
+    try:
+        while block := os.read(leader, 4096):
+            seen += block
+    except OSError:  # Linux reports the end of a terminal as an error
+        pass
+    os.close(leader)
+    assert (process.wait(), process.communicate()[1]) == (0, b"")
+    text = seen.decode()
+    assert re.search(r"/4000 loss \d\.\d{4}  [\d,]+ tokens/s  \d+:\d\d left", text)
+    assert "step 2000  validation loss " in text and "over 2 batches" in text
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_saves_the_last_finished_step(number: signal.Signals) -> None:
+    flags = ["--data", "text.txt", "--out", "run", *SMALL, "--epochs", "100000"]
+    process = command("train", *flags, "--eval-every", "5")
+    line = b""
+    while b"step 10 " not in line:
+        line = process.stdout.readline()
+        assert line, process.communicate()
+    process.send_signal(number)
+    _, err = process.communicate(timeout=20)
+    assert process.returncode == 128 + number
+    found = re.fullmatch(
+        rf"gpt-parity: stopped by {number.name} after step (\d+), checkpoint in "
+        r"run/checkpoint.safetensors\n",
+        err.decode(),
+    )
+    assert found, err
+    saved = load_checkpoint(Path("run"))
+    assert saved.step == int(found[1]) >= 10
+    assert set(saved.optimizer["steps"].values()) == {saved.step}
+    metrics = Path("run/metrics.jsonl").read_text()
+    assert metrics.endswith("\n") and [json.loads(line) for line in metrics.splitlines()]
+
+
+# --- generate -------------------------------------------------------------------------------------
+
+
+def test_characters_come_one_by_one_as_utf_8_without_a_locale(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    checkpoint(capsys)
+    process = command("generate", "--checkpoint", "run", "--prompt", "hübü", "--tokens", "60",
+                      "--temperature", "inf")  # fmt: skip
+    blocks = []
+    while block := os.read(process.stdout.fileno(), 65536):
+        blocks.append(block)
+    assert process.communicate()[1] == b"" and process.returncode == 0
+    text = b"".join(blocks).decode("utf-8")
+    assert text.startswith("hübü") and len(text) == 4 + 60 + 1
+    assert "ü" in text[4:]  # an even draw from 23 characters, always the same
+    assert len(blocks) > 10, "the characters were written in a few large blocks"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_generate_ends_quietly_on_a_signal(
+    number: signal.Signals, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpoint(capsys)
+    process = command("generate", "--checkpoint", "run", "--prompt", "F", "--tokens", "9999999")
+    process.stdout.read(20)
+    process.send_signal(number)
+    _, err = process.communicate(timeout=20)
+    assert (process.returncode, err) == (128 + number, b"")
+
+
+def test_a_reader_that_goes_away_is_no_error(capsys: pytest.CaptureFixture[str]) -> None:
+    checkpoint(capsys)
+    process = command("generate", "--checkpoint", "run", "--prompt", "F", "--tokens", "9999999")
+    process.stdout.read(20)
+    process.stdout.close()
+    err = process.stderr.read()
+    assert (process.wait(timeout=20), err) == (141, b"")
+
+
+# --- mistakes -------------------------------------------------------------------------------------
+
+BAD_TRAINING: list[tuple[list[str], str]] = [
+    (["--data", "absent.txt"], "absent.txt: cannot be read, No such file or directory"),
+    (["--data", "."], ".: cannot be read, Is a directory"),
+    (["--data", "latin1.txt"], "latin1.txt: byte 0xfc at offset 2 is not UTF-8"),
+    (["--data", "empty.txt"], "empty.txt: holds no text"),
+    (["--data", "short.txt"], "test split has 2 characters of the 20 of the text, at least 9"),
+    (["--batch-size", "1000"], "train split has"),
+    (["--batch-size", "0"], "batch_size is 0, at least 1 is needed"),
+    (["--context-size", "-3"], "context_size is -3, at least 1 is needed"),
+    (["--embedding-size", "0"], "embedding_size is 0"),
+    (["--blocks", "0"], "blocks is 0"),
+    (["--epochs", "0"], "epochs is 0"),
+    (["--max-steps", "0"], "max_steps is 0"),
+    (["--eval-every", "0"], "eval_every is 0"),
+    (["--log-every", "0"], "log_every is 0"),
+    (["--sample-tokens", "0"], "sample_tokens is 0"),
+    (["--threads", "0"], "threads is 0"),
+    (["--warmup", "-1"], "warmup is -1"),
+    (["--seed", "-1"], "seed is -1"),
+    (["--seed", "4294967296"], "seed is 4294967296, less than 2**32"),
+    (["--learning-rate", "0"], "learning_rate is 0.0"),
+    (["--learning-rate", "nan"], "learning_rate is nan"),
+    (["--min-learning-rate", "1"], "min_learning_rate is 1.0, at most learning_rate"),
+    (["--betas", "0.9", "1"], "betas are (0.9, 1.0)"),
+    (["--eps", "-1"], "eps is -1.0"),
+    (["--weight-decay", "inf"], "weight_decay is inf"),
+    (["--max-norm", "0"], "max_norm is 0.0"),
+    (["--out", "text.txt/run"], "text.txt/run: cannot be written, Not a directory"),
+    (["--backend", "jax"], 'Invalid value "jax" for --backend.'),
+    (["--dtype", "float16"], 'Invalid value "float16" for --dtype.'),
+    (["--seed", "many"], 'Invalid value for --seed: unable to convert "many" into int.'),
+    (["--lerning-rate", "1"], "Unknown option: --lerning-rate. Did you mean --learning-rate?"),
+    (["stray"], "Unused"),
+]
+
+
+@pytest.mark.parametrize(("flags", "message"), BAD_TRAINING)
+def test_a_mistake_in_training_is_one_line(
+    flags: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("latin1.txt").write_bytes("für".replace("f", "ab").encode("latin-1"))
+    Path("empty.txt").write_bytes(b"")
+    Path("short.txt").write_text("twenty characters!!\n")
+    before = signal.getsignal(signal.SIGTERM), sys.stdout.encoding
+    arguments = ["train", "--data", "text.txt", *SMALL]
+    for flag in flags:  # a flag that stands twice would be a mistake of its own
+        if flag in arguments:
+            del arguments[arguments.index(flag) : arguments.index(flag) + 2]
+    code = main([*arguments, *flags])
+    found = one_error(capsys, code)
+    assert found.startswith(message), found
+    assert not Path("runs").exists() and not Path("run").exists()
+    assert (signal.getsignal(signal.SIGTERM), sys.stdout.encoding) == before
+
+
+BAD_GENERATION: list[tuple[list[str], str]] = [
+    (["--prompt", ""], "prompt is empty, at least one character is needed"),
+    (["--prompt", "F#Ω"], "prompt: text holds '#', 'Ω', only the 23 characters"),
+    (["--tokens", "0"], "tokens is 0, at least 1 is needed"),
+    (["--temperature", "-1"], "temperature is -1.0, 0 or more is needed"),
+    (["--temperature", "nan"], "temperature is nan"),
+    (["--top-k", "0"], "top_k is 0"),
+    (["--seed", "-1"], "seed is -1"),
+    (["--checkpoint", "absent"], "absent: cannot be read, No such file or directory"),
+    (["--checkpoint", "."], "checkpoint.safetensors: cannot be read, No such file or directory"),
+    (["--checkpoint", "text.txt"], "text.txt: is not a whole safetensors file"),
+    (["--checkpoint", "half"], "half: is not a whole safetensors file"),
+]
+
+
+@pytest.mark.parametrize(("flags", "message"), BAD_GENERATION)
+def test_a_mistake_in_generation_is_one_line(
+    flags: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpoint(capsys)
+    whole = Path("run/checkpoint.safetensors").read_bytes()
+    Path("half").write_bytes(whole[: len(whole) // 2])
+    arguments = {"--checkpoint": "run", "--prompt": "Meister", flags[0]: flags[1]}
+    code = main(["generate", *(part for pair in arguments.items() for part in pair)])
+    found = one_error(capsys, code)
+    assert found.startswith(message), found
+
+
+def test_missing_arguments_and_commands_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "--checkpoint requires an argument" in one_error(capsys, main(["generate"]))
+    assert 'Unknown command "trian"' in one_error(capsys, main(["trian"]))
+
+
+def test_missing_torch_says_how_to_install_it() -> None:
+    for arguments in (
+        ["train", "--data", "text.txt"],
+        ["generate", "--checkpoint", "absent", "--prompt", "F"],
+    ):
+        process = command(*arguments, "--backend", "torch")
+        out, err = process.communicate()
+        assert (process.returncode, out) == (2, b"")
+        lines = err.decode().splitlines()
+        assert len(lines) == 1 and lines[0].startswith("gpt-parity: error: backend 'torch' needs ")
+        assert lines[0].endswith('python -m pip install -c constraints.txt -e ".[torch]"')
+    assert not Path("runs").exists()
+
+
+# --- help, scripts, imports -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "config"), [("train", TrainConfig), ("generate", GenerateConfig)])
+def test_help_explains_every_flag(
+    name: str, config: type, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    assert main([name, "--help"]) == 0
+    shown = capsys.readouterr().out
+    assert f"Example: gpt-parity {name} " in shown
+    for field in fields(config):
+        flag = "--" + field.name.replace("_", "-")
+        line = next(line for line in shown.splitlines() if re.match(rf"│ [ *]*{flag} ", line))
+        assert re.search(r"[A-Z][a-z].+ [a-z]+.*\.", line.split(flag)[1]), f"{flag} is bare"
+        if isinstance(field.default, int | float | str) and field.default is not None:
+            assert f"[default: {field.default}]" in line
+
+
+def test_version_and_help_come_without_heavy_imports() -> None:
+    program = (
+        "import sys, gpt_parity, numpy_impl; "
+        "assert not {'torch', 'cyclopts', 'rich', 'safetensors'} & set(sys.modules); "
+        "from gpt_parity.cli import main; code = main(['--version']) or main(['--help']); "
+        "assert not {'torch', 'safetensors'} & set(sys.modules); sys.exit(code)"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True,
+        env={**os.environ, "PYTHONPATH": str(CHECKOUT)},
+    )  # fmt: skip
+    assert (result.returncode, result.stderr) == (0, "")
+    assert re.match(r"gpt-parity \d+\.\d+", result.stdout) and "verify" in result.stdout
+
+
+@pytest.mark.parametrize("script", ["train", "generate"])
+def test_scripts_run_from_anywhere(script: str) -> None:
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    result = subprocess.run(
+        [sys.executable, str(CHECKOUT / "scripts" / f"{script}.py"), "--help"],
+        capture_output=True, text=True, env=environment,
+    )  # fmt: skip
+    assert (result.returncode, result.stderr) == (0, "")
+    assert result.stdout.startswith(f"Usage: gpt-parity {script} ")
+
+
+# --- provenance and threads -----------------------------------------------------------------------
+
+
+def test_provenance_names_no_place_of_this_machine(tmp_path: Path) -> None:
+    here = Path.cwd()
+    argv = ["/opt/bin/gpt-parity", "train", "--data", str(here / "a b.txt"), "--out=/srv/x/run"]
+    assert command_line(argv) == "gpt-parity train --data 'a b.txt' --out=run"
+    facts = provenance(argv)
+    assert str(here) not in json.dumps(facts) and str(CHECKOUT) not in json.dumps(facts)
+    assert facts == json.loads(json.dumps(facts)) == provenance(argv)
+    assert {"gpt_parity", "python", "numpy", "torch", "blas", "threads", "machine"} <= set(facts)
+
+
+def test_provenance_needs_neither_git_nor_a_checkout(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PATH", "")
+    assert provenance()["commit"] is None
+    monkeypatch.setattr("gpt_parity.provenance.CHECKOUT", tmp_path)
+    assert provenance()["commit"] is None
+
+
+def test_threads_are_given_back() -> None:
+    import torch
+
+    before = torch.get_num_threads(), dict(os.environ)
+    with pytest.raises(KeyError), thread_limit(2, "torch"):
+        assert torch.get_num_threads() == 2
+        raise KeyError
+    assert (torch.get_num_threads(), dict(os.environ)) == before
+
+
+def test_threads_reach_numpy_where_it_is_not_loaded_yet() -> None:
+    program = (
+        "import os, sys\n"
+        "from gpt_parity.backends import thread_limit\n"
+        "assert 'numpy' not in sys.modules\n"
+        "os.environ['OMP_NUM_THREADS'] = '7'; os.environ.pop('MKL_NUM_THREADS', None)\n"
+        "with thread_limit(3, 'numpy'):\n"
+        "    print(os.environ['OMP_NUM_THREADS'], os.environ['MKL_NUM_THREADS'])\n"
+        "print(os.environ['OMP_NUM_THREADS'], os.environ.get('MKL_NUM_THREADS'))\n"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True,
+        env={**os.environ, "PYTHONPATH": str(CHECKOUT)},
+    )  # fmt: skip
+    assert result.stdout == "3 3\n7 None\n", result.stderr
+
+
+def test_the_table_shows_the_curve() -> None:
+    points = [(10, 3.0), (20, 2.0), (30, 2.5)]
+    assert runs.validation_table(points) == [
+        "step  validation loss",
+        f"  10  3.0000  {'#' * 41}",
+        "  20  2.0000  #",
+        f"  30  2.5000  {'#' * 21}",
+    ]
+    assert runs.validation_table([(1, 2.0), (2, 2.0)])[1:] == ["   1  2.0000  #", "   2  2.0000  #"]
+    many = runs.validation_table([(step, 1.0 / step) for step in range(1, 1001)])
+    assert len(many) == 21 and many[-1].startswith("1000  0.0010")
+
+
+def test_the_display_draws_by_the_clock_and_not_by_the_step(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now = [100.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    with runs.Display(total=1000, tokens_per_step=10) as display:
+        now[0] += 9.9
+        assert not display.is_due()
+        now[0] += 0.1
+        assert display.is_due()
+        display.show(200, 1.5)
+        assert not display.is_due()
+        with display.paused():
+            now[0] += 1000.0
+        assert display.rate(200) == 200.0
+    assert capsys.readouterr().out == "step 200/1000  loss 1.5000  200 tokens/s  0:40 left\n"

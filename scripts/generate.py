@@ -1,0 +1,11 @@
+"""Continue a prompt with a trained model: the command `gpt-parity generate`."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # where nothing is installed
+
+from gpt_parity.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main(["generate", *sys.argv[1:]]))

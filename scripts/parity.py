@@ -1,0 +1,11 @@
+"""Compare both models tensor by tensor: the command `gpt-parity verify`."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # where nothing is installed
+
+from gpt_parity.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main(["verify", *sys.argv[1:]]))

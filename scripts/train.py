@@ -1,0 +1,11 @@
+"""Train either backend on a text: the command `gpt-parity train`."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # where nothing is installed
+
+from gpt_parity.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main(["train", *sys.argv[1:]]))
