@@ -252,6 +252,8 @@ class MonteCarloArithmetic(Observer):
 
     def __init__(self, unit: Unit, rng: np.random.Generator) -> None:
         self.unit, self.rng = unit, rng
+        # Drawing is the slowest part by far, so stretches of one long sample are used again.
+        self.pool = rng.uniform(-1.0, 1.0, 2**17)
 
     def forward(self, op: str, out: Any, parents: tuple[Any, ...]) -> np.ndarray | None:
         data = tuple(p.data for p in parents)
@@ -268,22 +270,30 @@ class MonteCarloArithmetic(Observer):
         """`result` with the noise of one rounding of magnitude m, or None where it is exact."""
         if m is None:
             return None
+        amplitude = np.asarray(self.unit.u * m)
+        np.add(amplitude, self.unit.eta, out=amplitude, where=amplitude > 0.0)
         drop = 52 + round(math.log2(EQUAL_UNITS * 2.0 * self.unit.u))
-        alike = _uniform(result, drop, self.rng.integers(2**64, dtype=np.uint64))
-        noise = alike + 2.0 * self.rng.random(result.shape, dtype=np.float32) - 1.0
-        return np.asarray(result + (self.unit.u * m + self.unit.eta * (m > 0.0)) * noise)
+        noise = _shared_uniform(result, drop, self.rng)
+        noise += self._uniform(noise.shape)
+        noise *= amplitude
+        noise += result
+        return noise
+
+    def _uniform(self, shape: tuple[int, ...]) -> np.ndarray:
+        """Numbers in [-1, 1), a random stretch of the pool where it is long enough."""
+        size = math.prod(shape)
+        if size > self.pool.size // 2:
+            return self.rng.uniform(-1.0, 1.0, shape)
+        start = self.rng.integers(self.pool.size - size)
+        return self.pool[start : start + size].reshape(shape)
 
 
-def _uniform(x: np.ndarray, drop: int, key: np.uint64) -> np.ndarray:
-    """Numbers in [-1, 1) from the bits of x but the last `drop`, and the key: SplitMix64's mixer.
+def _shared_uniform(x: np.ndarray, drop: int, rng: np.random.Generator) -> np.ndarray:
+    """Numbers in [-1, 1) that depend on all bits of x but the last `drop`, and on a random key.
 
-    Steele, Lea & Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014.
+    Multiplicative hashing (Dietzfelbinger et al., Journal of Algorithms 1997).
     """
-    bits = np.array(x, dtype=np.float64, order="C").reshape(-1).view(np.uint64)
+    bits = np.array(x, dtype=np.float64, order="C").view(np.uint64)
     bits >>= np.uint64(drop)
-    bits ^= key
-    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-        bits ^= bits >> np.uint64(shift)
-        bits *= np.uint64(factor)
-    bits ^= bits >> np.uint64(31)
-    return ((bits >> np.uint64(11)) * 2.0**-52 - 1.0).reshape(np.shape(x))
+    bits *= rng.integers(2**64, dtype=np.uint64) | np.uint64(1)
+    return bits.view(np.int64) * 2.0**-63
