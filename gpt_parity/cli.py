@@ -14,7 +14,7 @@ from typing import Annotated
 from cyclopts import App, CycloptsError, Parameter
 
 from gpt_parity.backends import MissingBackendError, thread_limit
-from gpt_parity.config import GenerateConfig, TrainConfig
+from gpt_parity.config import GenerateConfig, TrainConfig, VerifyConfig
 from gpt_parity.provenance import package_version
 
 USER_ERRORS = (
@@ -28,11 +28,6 @@ app = App(
     help_format="plaintext",
     version=lambda: f"gpt-parity {package_version()}",
     default_parameter=Parameter(negative=()),
-)
-app.command(
-    "gpt_parity.verify:verify",
-    name="verify",
-    help="Compare both models tensor by tensor, then in training.",
 )
 
 
@@ -59,6 +54,26 @@ def generate(*, config: Annotated[GenerateConfig, Parameter(name="*")]) -> int:
         from gpt_parity import runs
 
         return runs.generate(config)
+
+
+@app.command
+def verify(*, config: Annotated[VerifyConfig | None, Parameter(name="*")] = None) -> int:
+    """Compare both models tensor by tensor, then in training: exit 0 within tolerance, else 1.
+
+    Example: gpt-parity verify --json verify.json
+    """
+    config = config or VerifyConfig()
+    with thread_limit(1, "torch"):
+        from rich.console import Console
+
+        from gpt_parity.files import write_atomically
+        from gpt_parity.verify import verify as run
+
+        verification = run(config)
+        if config.json is not None:
+            write_atomically(config.json, verification.json())
+        verification.print(Console())
+        return 0 if verification.ok else 1
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -199,6 +199,33 @@ class GenerateConfig:
         require_integer("threads", self.threads, 1)
 
 
+@dataclass(frozen=True, kw_only=True)
+class VerifyConfig:
+    """What to compare; by default the source configuration at its initial weights.
+
+    Raises ValueError for values out of range, TypeError for values of another type.
+    """
+
+    data: Path | None = None
+    """UTF-8 text; without it data/tinyshakespeare.txt, or else a text that comes with Python."""
+    checkpoint: Path | None = None
+    """Folder of a run, or a checkpoint file, whose weights are compared instead."""
+    steps: int = 200
+    """Training steps in lockstep; 0 compares one pass only."""
+    seed: int = 42
+    """Seed of the initial weights."""
+    json: Path | None = None
+    """Also write every figure to this file."""
+    processes: int = 2
+    """Processes for the training; 1 does all work in one."""
+
+    def __post_init__(self) -> None:
+        require_integer("steps", self.steps, 0)
+        require_integer("processes", self.processes, 1)
+        if require_integer("seed", self.seed, 0) >= 2**32:
+            raise ValueError(f"seed is {self.seed}, less than 2**32 is needed")
+
+
 def require_choices(config: object) -> None:
     """Raise ValueError unless the backend and dtype of `config`, where it has them, are known."""
     for name, known in (("backend", BACKENDS), ("dtype", DTYPES)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import sys
 import threading
@@ -102,11 +103,15 @@ def generate(config: GenerateConfig) -> int:
     """
     load_backend(config.backend)
     checkpoint = load_checkpoint(config.checkpoint)
+    prompt = config.prompt
+    if any("\udc80" <= character <= "\udcff" for character in prompt):
+        # Bytes of the command line that the locale could not decode: they are UTF-8 all the same.
+        prompt = os.fsencode(prompt).decode("utf-8", "surrogateescape")
     characters = stream(
-        checkpoint.build_model(config.backend), checkpoint.tokenizer, config.prompt, config.tokens,
+        checkpoint.build_model(config.backend), checkpoint.tokenizer, prompt, config.tokens,
         config.temperature, config.top_k, config.seed,
     )  # fmt: skip
-    sys.stdout.write(config.prompt)
+    sys.stdout.write(prompt)
     for character in characters:
         sys.stdout.write(character)
         sys.stdout.flush()
@@ -134,16 +139,17 @@ class Run:
     def after_step(self, step: int, result: StepResult) -> None:
         self.loss_sum += result.loss
         self.loss_count += 1
+        mean = self.loss_sum / self.loss_count
         if step % self.config.log_every == 0 or step == self.total:
             self.record(
-                event="train", step=step, loss=self.loss_sum / self.loss_count,
+                event="train", step=step, loss=mean,
                 grad_norm=result.grad_norm, lr=result.lr,
                 tokens_per_second=round(self.display.rate(step)),
             )  # fmt: skip
             self.loss_sum, self.loss_count = 0.0, 0
         if self.display.is_due():
             self.metrics.flush()
-            self.display.show(step, result.loss)
+            self.display.show(step, mean)
         every = self.config.eval_every
         if every is not None and step % every == 0 and step < self.total:
             self.validate()

@@ -112,14 +112,13 @@ def reshaped(draw: st.DrawFn) -> Plan:
 @st.composite
 def reduced(draw: st.DrawFn) -> Plan:
     shape = draw(shapes(0))
-    axes = draw(st.lists(st.integers(0, max(0, len(shape) - 1)), unique=True, max_size=len(shape)))
-    if not axes or not shape:
-        axis: Any = None
-    elif len(axes) == 1 and draw(st.booleans()):
-        axis = axes[0] - draw(st.sampled_from((0, len(shape))))
-    else:
-        axis = tuple(axes)
-    return (shape,), (axis, draw(st.booleans()))
+    ndim = len(shape)
+    axis = st.integers(-ndim, ndim - 1)
+    axes = st.integers(1, max(1, ndim)).flatmap(
+        lambda count: st.permutations(range(ndim)).map(lambda order: tuple(order[:count]))
+    )
+    chosen = draw(st.one_of(axis, axes, st.none())) if ndim else None
+    return (shape,), (chosen, draw(st.booleans()))
 
 
 FILLS = st.sampled_from((-1e9, -np.inf, 0.0, 1.5))

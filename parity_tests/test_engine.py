@@ -246,14 +246,14 @@ def freed() -> Tensor:
 ERRORS = {
     "no scalar": (lambda: tensor(1.0, 2.0).backward(), ValueError, "is no scalar, needed a gradi"),
     "shape": (lambda: tensor(1.0, 2.0).backward(np.ones(3)), ValueError, r"of \(3,\), needed \(2,"),
-    "dtype": (lambda: tensor(1.0).backward(np.float32(1.0)), TypeError, "float32 gradient, needed f"),
-    "complex": (lambda: Tensor(np.array(1j)).backward(), TypeError, "complex128, needed a real one"),
+    "dtype": (lambda: tensor(1.0).backward(np.float32(1.0)), TypeError, "float32 gradient, nee"),
+    "complex": (lambda: Tensor(np.array(1j)).backward(), TypeError, "complex128, needed a re"),
     "freed": (lambda: freed().backward(), RuntimeError, "freed by an earlier backward"),
     "integers": (lambda: Tensor(np.array(1)).backward(), RuntimeError, "has no history"),
     "detached": (lambda: tensor(1.0).detach().backward(), RuntimeError, "has no history"),
-    "mixed": (lambda: tensor(1.0) + Tensor([1.0]), TypeError, "float64 and float32, needed the same"),
+    "mixed": (lambda: tensor(1.0) + Tensor([1.0]), TypeError, "float64 and float32, needed"),
     "array": (lambda: tensor(1.0) * np.ones(2, np.float32), TypeError, "needed the same dtype"),
-    "matmul": (lambda: tensor([[1.0]]) @ tensor([[1.0], [2.0]]), ValueError, r"\(1, 1\) @ \(2, 1\)"),
+    "matmul": (lambda: tensor([[1.0]]) @ tensor([[1.0], [2.0]]), ValueError, r"\(1, 1\) @ \(2,"),
     "no array": (lambda: Tensor("text"), TypeError, "got str, needed an array or numbers"),
 }
 
@@ -544,7 +544,8 @@ def test_random_graphs_equal_torch_to_the_bit(
 ) -> None:
     rng = np.random.default_rng(seed)
     arrays = [rng.integers(-3, 4, shape).astype(np.float64) for shape in shapes]
-    leaves, twins = [Tensor(a) for a in arrays], [torch.tensor(a, requires_grad=True) for a in arrays]
+    leaves = [Tensor(a) for a in arrays]
+    twins = [torch.tensor(a, requires_grad=True) for a in arrays]
     out, theirs = evaluate(leaves, program), evaluate(twins, program)
     g = rng.integers(-3, 4, out.shape).astype(np.float64)
     # With absolute values throughout, results and gradients bound every partial sum, and integers

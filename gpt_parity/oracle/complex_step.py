@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from gpt_parity.oracle.compare import GRADIENT, PARAMETER
-from gpt_parity.oracle.tolerance import Tolerance
+from gpt_parity.oracle.tolerance import Tolerances
 from gpt_parity.oracle.trace import Trace
 from numpy_impl.tape import Observer, no_grad, observe
 
@@ -47,13 +47,13 @@ class _Inject(Observer):
 
 def complex_step_votes(
     model: Any, loss_fn: Any, tokens: np.ndarray, targets: np.ndarray, closure: Trace,
-    autograd: Trace, tolerances: dict[str, dict[str, Tolerance]] | None = None, seed: int = 0,
+    autograd: Trace, tolerances: Tolerances | None = None, seed: int = 0,
 ) -> list[Vote]:  # fmt: skip
     """Compare both float64 traces with complex step, in three random directions per tensor.
 
     `model` is the complex128 NumPy model with the weights of `closure`. Allowed is
     1e-13 ||g|| ||d|| / sqrt(n), which holds at the training initialisation; elsewhere pass
-    Monte Carlo `tolerances` by kind and name, and it is tol ||d|| / sqrt(n).
+    Monte Carlo `tolerances`, and it is tol ||d|| / sqrt(n).
     """
     rng = np.random.default_rng(seed)
     parameters = dict(model.named_parameters())
@@ -85,7 +85,7 @@ def complex_step_votes(
                 if tolerances is None:
                     allowed = AT_INITIALISATION * float(np.linalg.norm(g)) * size
                 else:
-                    allowed = tolerances[kind][name].whole * size
+                    allowed = getattr(tolerances, part)[name].whole * size
                 for who, trace in (("closure", closure), ("autograd", autograd)):
                     error = abs(numeric - float((getattr(trace, part)[name] * d).sum()))
                     ratio = error / allowed if allowed else math.inf if error else 0.0

@@ -16,6 +16,7 @@ A new operation is one function in each twin, one row here and one row in the te
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -184,10 +185,12 @@ def _gelu_parts(x: np.ndarray, u: float) -> tuple[np.ndarray, np.ndarray, np.nda
     Where tanh is exactly +-1 in the format judged, what is lost is 1 - |t| itself.
     """
     c = np.clip(x, -20.0, 20.0)
-    v = SQRT_2_OVER_PI * c * (1.0 + GELU_CUBIC * c * c)
-    lost = 2.0 / (1.0 + np.exp(np.minimum(2.0 * np.abs(v), 700.0)))
-    dv = SQRT_2_OVER_PI * (1.0 + 3.0 * GELU_CUBIC * c * c)
-    return np.tanh(v), dv, np.minimum(1.0, 16.0 * lost / u)
+    cubic = GELU_CUBIC * c * c
+    v = SQRT_2_OVER_PI * c * (1.0 + cubic)
+    e = np.exp(-2.0 * np.abs(v))
+    lost = 2.0 * e / (1.0 + e)
+    dv = SQRT_2_OVER_PI * (1.0 + 3.0 * cubic)
+    return np.copysign(1.0 - lost, v), dv, np.minimum(1.0, 16.0 / u * lost)
 
 
 def _gelu_forward(c: Call) -> np.ndarray:
@@ -252,8 +255,6 @@ class MonteCarloArithmetic(Observer):
 
     def __init__(self, unit: Unit, rng: np.random.Generator) -> None:
         self.unit, self.rng = unit, rng
-        # Drawing is the slowest part by far, so stretches of one long sample are used again.
-        self.pool = rng.uniform(-1.0, 1.0, 2**17)
 
     def forward(self, op: str, out: Any, parents: tuple[Any, ...]) -> np.ndarray | None:
         data = tuple(p.data for p in parents)
@@ -280,12 +281,17 @@ class MonteCarloArithmetic(Observer):
         return noise
 
     def _uniform(self, shape: tuple[int, ...]) -> np.ndarray:
-        """Numbers in [-1, 1), a random stretch of the pool where it is long enough."""
-        size = math.prod(shape)
-        if size > self.pool.size // 2:
+        """Numbers in [-1, 1): a random stretch of one long sample, since drawing is slow."""
+        size, sample = math.prod(shape), _sample()
+        if 2 * size > sample.size:
             return self.rng.uniform(-1.0, 1.0, shape)
-        start = self.rng.integers(self.pool.size - size)
-        return self.pool[start : start + size].reshape(shape)
+        start = self.rng.integers(sample.size - size)
+        return sample[start : start + size].reshape(shape)
+
+
+@functools.cache
+def _sample() -> np.ndarray:
+    return np.random.default_rng(0).uniform(-1.0, 1.0, 2**18)
 
 
 def _shared_uniform(x: np.ndarray, drop: int, rng: np.random.Generator) -> np.ndarray:

@@ -8,7 +8,8 @@ a difference in meaning is never absorbed as noise. A tolerance of 0 asks for eq
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,17 +36,31 @@ class Tolerance:
 def norms(x: np.ndarray) -> tuple[float, np.ndarray]:
     """2-norm of the whole tensor and of each row of its last axis, in float64."""
     x = np.asarray(x, dtype=np.float64)
-    rows = np.sqrt((x * x).sum(axis=-1)) if x.ndim else np.abs(x)
-    return float(np.sqrt((rows * rows).sum())), rows
+    rows = row_norms(x) if x.ndim else np.abs(x)
+    return float(row_norms(rows.reshape(-1))), rows
 
 
-def spread_tolerance(clean: np.ndarray, noisy: Iterable[np.ndarray], unit: Unit) -> Tolerance:
+def row_norms(x: np.ndarray) -> np.ndarray:
+    """2-norm over the last axis, also where squares underflow or overflow."""
+    squares = np.einsum("...i,...i->...", x, x)
+    extreme = ~((squares > 1e-280) & (squares < 1e280))
+    rows = np.sqrt(squares)
+    if extreme.any():
+        largest = np.abs(x[extreme]).max(axis=-1, initial=0.0)
+        scaled = x[extreme] / np.where(largest > 0.0, largest, 1.0)[..., None]
+        rows = np.asarray(rows)
+        rows[extreme] = largest * np.sqrt((scaled * scaled).sum(axis=-1))
+    return rows
+
+
+def spread_tolerance(clean: np.ndarray, noisy: Sequence[np.ndarray], unit: Unit) -> Tolerance:
     """tol = 16 max_k ||G_k - G_0|| + 12 u ||G_0||."""
     whole, rows = norms(clean)
     spreads = [norms(g - clean) for g in noisy]
     return Tolerance(
         SPREAD_FACTOR * max(s[0] for s in spreads) + RESULT_FACTOR * unit.u * whole,
-        SPREAD_FACTOR * np.max([s[1] for s in spreads], axis=0) + RESULT_FACTOR * unit.u * rows,
+        SPREAD_FACTOR * functools.reduce(np.maximum, (s[1] for s in spreads))
+        + RESULT_FACTOR * unit.u * rows,
     )
 
 

@@ -1,0 +1,72 @@
+"""Three fixed mistakes that every comparison is shown first: who misses one, judges nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from gpt_parity.oracle.compare import FORWARD, PARAMETER, compare_traces
+from gpt_parity.oracle.tolerance import Tolerances
+from gpt_parity.oracle.trace import Trace
+
+# A slip must stand out by more than this many tolerances.
+VISIBLE = 3.0
+
+
+@dataclass(frozen=True)
+class Slip:
+    """One planted mistake in a trace, and the tensor that must be found wrong."""
+
+    description: str
+    kind: str
+    name: str
+    trace: Trace
+
+
+@dataclass(frozen=True)
+class Sighting:
+    """By how many tolerances a slip stood out in its tensor, and whether in that one alone."""
+
+    description: str
+    name: str
+    ratio: float
+    alone: bool
+
+    @property
+    def ok(self) -> bool:
+        return self.ratio > VISIBLE and self.alone
+
+
+def planted_slips(trace: Trace) -> Iterator[Slip]:
+    """The slips, each in a copy of `trace`."""
+    scaled = "transformers.0.feed_forward.input.weight"
+    parameters = {**trace.parameters, scaled: trace.parameters[scaled] * 1.001}
+    parameters[scaled] = parameters[scaled].astype(trace.parameters[scaled].dtype)
+    yield Slip(
+        "a gradient 0.1 % too long", PARAMETER, scaled, replace(trace, parameters=parameters)
+    )
+
+    square = "transformers.0.attention.output.weight"
+    parameters = {**trace.parameters, square: trace.parameters[square].T.copy()}
+    yield Slip("a gradient transposed", PARAMETER, square, replace(trace, parameters=parameters))
+
+    weights = "transformers.0.attention.softmax.output"
+    value = trace.values[weights].copy()
+    value[-1, -1, 0] *= 1.01
+    yield Slip(
+        "one attention weight of one position 1 % off", FORWARD, weights,
+        replace(trace, values={**trace.values, weights: value}),
+    )  # fmt: skip
+
+
+def show_slips(
+    candidate: Trace, reference: Trace, tolerances: Tolerances, dtype: str
+) -> list[Sighting]:
+    """Judge each slip planted into `candidate` as any candidate is judged."""
+    sightings = []
+    for slip in planted_slips(candidate):
+        report = compare_traces(slip.trace, reference, tolerances, dtype)
+        own = {(j.kind, j.name): j for j in report.judgements}[slip.kind, slip.name]
+        others = [j for j in report.judgements if not j.ok and j is not own]
+        sightings.append(Sighting(slip.description, slip.name, own.ratio, not others))
+    return sightings

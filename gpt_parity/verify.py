@@ -1,0 +1,129 @@
+"""The main job: both models on shared weights and real text, tensor by tensor, then in training."""
+
+from __future__ import annotations
+
+import multiprocessing
+from concurrent.futures import Future, ProcessPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+
+from gpt_parity.backends import build_model, load_backend, thread_limit
+from gpt_parity.config import GPTConfig, TrainConfig, VerifyConfig
+from gpt_parity.corpus import CharDataset, CharTokenizer, Corpus, read_corpus
+from gpt_parity.oracle.compare import Report, compare_traces
+from gpt_parity.oracle.complex_step import Vote, complex_step_votes
+from gpt_parity.oracle.lockstep import Outcome, Setting, common_state_float32, free_float64
+from gpt_parity.oracle.report import Verification
+from gpt_parity.oracle.rounding import FLOAT32, FLOAT64
+from gpt_parity.oracle.slips import Sighting, show_slips
+from gpt_parity.oracle.tolerance import model_tolerances
+from gpt_parity.oracle.trace import Trace, trace
+from gpt_parity.schedule import WarmupCosineScheduler
+from gpt_parity.weights import get_weights, load_checkpoint, set_weights
+
+BATCH_SIZE = 4
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is verified: sizes, float64 weights that float32 represents, and text."""
+
+    config: GPTConfig
+    weights: dict[str, np.ndarray]
+    dataset: CharDataset
+    corpus: Corpus
+    at_initialisation: bool
+
+
+def verify(config: VerifyConfig) -> Verification:
+    """Compare both twins on one batch in both dtypes, three ways, then in lockstep.
+
+    Raises ValueError for a text or checkpoint that does not do, MissingBackendError without
+    PyTorch.
+    """
+    load_backend("torch")
+    subject = _subject(config)
+    setting = _lockstep_setting(config, subject)
+    if config.processes == 1 or config.steps == 0:
+        lockstep = [run(setting) for run in LOCKSTEPS] if config.steps else []
+        return _verification(config, subject, lockstep)
+    # Fresh processes: PyTorch's threads do not survive a fork.
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(config.processes, mp_context=context) as pool:
+        futures: list[Future[Outcome]] = [pool.submit(_alone, run, setting) for run in LOCKSTEPS]
+        partial = _verification(config, subject, [])
+        return partial.with_lockstep([future.result() for future in futures])
+
+
+LOCKSTEPS = (free_float64, common_state_float32)
+
+
+def _alone(run, setting: Setting) -> Outcome:
+    with thread_limit(1, "torch"):
+        return run(setting)
+
+
+def _subject(config: VerifyConfig) -> Subject:
+    corpus = read_corpus(config.data)
+    if config.checkpoint is None:
+        recipe = TrainConfig()
+        dataset = _dataset(corpus, recipe.context_size, None)
+        model_config = recipe.model(dataset.vocab_size)
+        weights = get_weights(build_model("numpy", model_config, config.seed, "float32"))
+    else:
+        checkpoint = load_checkpoint(config.checkpoint)
+        model_config, weights = checkpoint.config, checkpoint.weights
+        dataset = _dataset(corpus, model_config.context_size, checkpoint.tokenizer)
+    # Numbers that float32 holds exactly, so that both dtypes start from the same weights.
+    shared = {n: w.astype(np.float32).astype(np.float64) for n, w in weights.items()}
+    return Subject(model_config, shared, dataset, corpus, config.checkpoint is None)
+
+
+def _dataset(corpus: Corpus, context_size: int, tokenizer: CharTokenizer | None) -> CharDataset:
+    return CharDataset(
+        corpus.text, context_size=context_size, batch_size=BATCH_SIZE, tokenizer=tokenizer
+    )
+
+
+def _lockstep_setting(config: VerifyConfig, subject: Subject) -> Setting:
+    recipe, dataset = TrainConfig(), subject.dataset
+    scheduler = WarmupCosineScheduler(
+        recipe.learning_rate, max(config.steps, 1), recipe.warmup, recipe.min_learning_rate
+    )
+    count = dataset.batch_count("train")
+    return Setting(
+        subject.config, recipe, subject.weights,
+        [dataset.batch("train", t % count) for t in range(config.steps)],
+        [scheduler(t) for t in range(config.steps)],
+    )  # fmt: skip
+
+
+def _verification(config: VerifyConfig, subject: Subject, lockstep: list[Outcome]) -> Verification:
+    tokens, targets = subject.dataset.batch("train", 0)
+
+    def build(backend: str, dtype: str):
+        model = build_model(backend, subject.config, dtype=dtype)
+        set_weights(model, {n: w.astype(dtype) for n, w in subject.weights.items()})
+        return model, load_backend(backend).GPTLoss()
+
+    def run(backend: str, dtype: str) -> Trace:
+        return trace(*build(backend, dtype), tokens, targets)
+
+    reports: dict[tuple[str, str], Report] = {}
+    slips: dict[str, list[Sighting]] = {}
+    votes: list[Vote] = []
+    for unit, backends in ((FLOAT64, ("torch",)), (FLOAT32, ("numpy", "torch"))):
+        dtype = unit.name
+        clean, tolerances = model_tolerances(*build("numpy", "float64"), tokens, targets, unit)
+        for backend in backends:
+            candidate = run(backend, dtype)
+            reports[backend, dtype] = compare_traces(candidate, clean, tolerances, dtype)
+        slips[dtype] = show_slips(candidate, clean, tolerances, dtype)
+        if unit is FLOAT64:
+            allowed = None if subject.at_initialisation else tolerances
+            complex_model, loss_fn = build("numpy", "complex128")
+            votes = complex_step_votes(
+                complex_model, loss_fn, tokens, targets, clean, candidate, allowed
+            )
+    return Verification(subject.config, subject.corpus, config, slips, reports, votes, lockstep)

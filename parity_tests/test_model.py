@@ -1,0 +1,228 @@
+"""The whole model: both twins on shared weights, and properties that hold without tolerance."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+
+from gpt_parity.backends import build_model
+from gpt_parity.config import GPTConfig
+from gpt_parity.oracle.compare import FORWARD, GRADIENT, PARAMETER, compare_traces
+from gpt_parity.oracle.complex_step import complex_step_votes
+from gpt_parity.oracle.rounding import FLOAT64, bound
+from gpt_parity.oracle.trace import trace
+from gpt_parity.weights import get_weights, set_weights
+from parity_tests.models import (
+    BACKENDS,
+    ModelCase,
+    build,
+    candidate_trace,
+    fill,
+    judge,
+    model_cases,
+    reference,
+)  # fmt: skip
+
+SOURCE = GPTConfig(vocab_size=65)
+
+
+@given(model_cases())
+def test_torch_float64_agrees_in_values_gradients_and_loss(case: ModelCase) -> None:
+    report = judge(case, "torch", "float64")
+    assert report.ok, f"{case}: {report.first}"
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@given(case=model_cases())
+def test_float32_agrees_with_float64(backend: str, case: ModelCase) -> None:
+    report = judge(case, backend, "float32")
+    assert report.ok, f"{case}: {report.first}"
+
+
+@pytest.mark.parametrize("kind", ["normal", "one token", "confident and wrong"])
+def test_complex_step_confirms_every_gradient_of_both_twins(kind: str) -> None:
+    case = ModelCase("distinct primes", kind, 0.3, 7)
+    weights, tokens, targets = fill(case)
+    clean, tolerances = reference(case, "float64")
+    votes = complex_step_votes(
+        *build("numpy", "complex128", case, weights), tokens, targets, clean,
+        candidate_trace("torch", "float64", case), tolerances,
+    )  # fmt: skip
+    assert len(votes) == 36
+    worst = max(votes, key=lambda v: max(v.closure, v.autograd))
+    assert max(worst.closure, worst.autograd) <= 1.0, worst
+
+
+def test_complex_step_meets_its_own_bound_at_the_training_initialisation() -> None:
+    tokens = np.random.default_rng(0).integers(0, 65, (4, 32))
+    targets = np.random.default_rng(1).integers(0, 65, (4, 32))
+    traces = {}
+    for name, package in BACKENDS.items():
+        model = build_model(name, SOURCE, 42, "float64")
+        traces[name] = trace(model, package.GPTLoss(), tokens, targets)
+    model = build_model("numpy", SOURCE, 42, "complex128")
+    loss_fn = BACKENDS["numpy"].GPTLoss()
+    votes = complex_step_votes(model, loss_fn, tokens, targets, traces["numpy"], traces["torch"])
+    worst = max(votes, key=lambda v: max(v.closure, v.autograd))
+    assert max(worst.closure, worst.autograd) <= 1.0, worst
+
+
+def test_traces_have_the_same_entries_aliases_and_masks() -> None:
+    case = ModelCase("general", "normal", 0.3, 0)
+    mine, theirs = (candidate_trace(name, "float64", case) for name in BACKENDS)
+    block = [
+        "attention.mask.input", "attention.mask.output", "attention.softmax.output",
+        "attention.output.input", "attention.output.output", "feed_forward.input.output",
+        "feed_forward.gelu.output", "feed_forward.output.output",
+    ]  # fmt: skip
+    expected = [
+        "embedding.embedding.output", "embedding.positional_embedding.output", "embedding.output",
+        *(f"transformers.{i}.{entry}" for i in range(2) for entry in block),
+        "output.output.output",
+    ]  # fmt: skip
+    assert list(mine.values) == list(theirs.values) == expected
+    assert mine.aliases == theirs.aliases
+    assert mine.aliases["transformers.1.input"] == "transformers.0.feed_forward.output.output"
+    assert list(mine.kept) == list(theirs.kept) == [e for e in expected if "mask.output" in e]
+    assert len(mine.parameters) == 16
+
+
+def test_the_trace_gradient_is_the_total_derivative_over_all_uses() -> None:
+    """The context's input x is used three times in attention: as query, key and value."""
+    case = ModelCase("general", "normal", 0.5, 3)
+    t = candidate_trace("numpy", "float64", case)
+    # Without residuals, everything that reaches the embeddings passes through their sum.
+    total = t.gradients["embedding.output"]
+    error = np.abs(total.sum(axis=0) - t.parameters["embedding.positional_embedding.weight"])
+    assert (error <= bound(np.abs(total).sum(axis=0), 1, FLOAT64)).all()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@given(case=model_cases())
+def test_logits_do_not_depend_on_later_tokens(backend: str, case: ModelCase) -> None:
+    weights, tokens, _ = fill(case)
+    model, _ = build(backend, "float64", case, weights)
+    before = model.predict(tokens)
+    changed = tokens.copy()
+    changed[:, -1] = (changed[:, -1] + 1) % case.config.vocab_size
+    after = model.predict(changed)
+    np.testing.assert_array_equal(before[:, :-1], after[:, :-1])
+    if case.structure == "normal":
+        assert (before[:, -1] != after[:, -1]).any()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_fill_of_zero_leaks_later_tokens(backend: str) -> None:
+    """The causality test can fail: the source text offers this fill as an exercise."""
+    config = GPTConfig(5, 4, 6, 2, mask_value=0.0)
+    with pytest.raises(ValueError, match="leak"):
+        build_model(backend, config)
+    model = build_model(backend, config, dtype="float64", allow_leak=True)
+    before, after = (model.predict(np.array([[0, 1, 2, last]])) for last in (3, 4))
+    assert (before[:, :-1] != after[:, :-1]).any()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@given(case=model_cases())
+def test_rows_of_unused_tokens_have_no_gradient(backend: str, case: ModelCase) -> None:
+    t = candidate_trace(backend, "float64", case)
+    unused = np.setdiff1d(np.arange(case.config.vocab_size), fill(case)[1])
+    assert not t.parameters["embedding.embedding.weight"][unused].any()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@given(case=model_cases())
+def test_backward_twice_gives_twice_the_gradient(backend: str, case: ModelCase) -> None:
+    weights, tokens, targets = fill(case)
+    model, loss_fn = build(backend, "float64", case, weights)
+    once = trace(model, loss_fn, tokens, targets).parameters
+    for _ in range(2):
+        loss_fn(model(tokens), targets).backward()
+    for name, parameter in model.named_parameters():
+        np.testing.assert_array_equal(np.asarray(parameter.grad), 2.0 * once[name], err_msg=name)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@given(case=model_cases())
+def test_a_batch_is_the_mean_of_its_rows(backend: str, case: ModelCase) -> None:
+    """Gradient accumulation: the mean over single rows is within the batch's own tolerance."""
+    weights, tokens, targets = fill(case)
+    model, loss_fn = build(backend, "float64", case, weights)
+    clean, tolerances = reference(case, "float64")
+    rows = [trace(model, loss_fn, x[None], y[None]) for x, y in zip(tokens, targets, strict=True)]
+    for name, tolerance in tolerances.parameters.items():
+        mean = sum(r.parameters[name] for r in rows) / len(rows)
+        error = np.linalg.norm(mean - clean.parameters[name])
+        # Each row's run and the sum of n rows round as well: one tolerance for each side.
+        assert error <= 2.0 * tolerance.whole, name
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_dtype_is_kept_in_every_value_gradient_and_moment(backend: str, dtype: str) -> None:
+    case = ModelCase("general", "normal", 0.3, 1)
+    weights, tokens, targets = fill(case)
+    model, loss_fn = build(backend, dtype, case, weights)
+    optimizer = BACKENDS[backend].AdamWOptimizer(model.parameters())
+    for _ in range(2):
+        optimizer.zero_grad()
+        t = trace(model, loss_fn, tokens, targets)
+        loss_fn(model(tokens), targets).backward()
+        optimizer.clip_grad_norm(1.0)
+        optimizer.step()
+    arrays = [t.loss, *t.values.values(), *t.gradients.values(), *t.parameters.values()]
+    arrays += [*optimizer.state()["exp_avg"], *optimizer.state()["exp_avg_sq"]]
+    arrays += [*get_weights(model).values()]
+    assert {a.dtype.name for a in arrays} == {dtype}
+
+
+def test_both_backends_start_from_the_same_numbers() -> None:
+    a, b = (get_weights(build_model(name, SOURCE, 42, "float32")) for name in BACKENDS)
+    assert sum(w.size for w in a.values()) == SOURCE.parameter_count() == 84_929
+    assert list(a) == list(b) == list(SOURCE.parameter_shapes())
+    for name in a:
+        np.testing.assert_array_equal(a[name], b[name], err_msg=name)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_model_errors_are_the_same_in_both(backend: str) -> None:
+    model, loss_fn = build_model(backend, GPTConfig(5, 4, 6, 1)), BACKENDS[backend].GPTLoss()
+    for tokens, error, message in (
+        ([[0, 5]], ValueError, "id 5, needed 0 to 4"),
+        ([[-1, 0]], ValueError, "id -1, needed 0 to 4"),
+        ([[0, 1, 2, 3, 4]], ValueError, "5 positions, needed at most 4"),
+        ([0, 1], ValueError, r"shape \(2,\), needed \(B, T\)"),
+        (np.zeros((0, 3), int), ValueError, r"shape \(0, 3\)"),
+        ([[0.0, 1.0]], TypeError, "float64, needed integers"),
+    ):
+        with pytest.raises(error, match=message):
+            model(np.array(tokens))
+    logits = model(np.array([[0, 1]]))
+    for targets, error, message in (
+        ([[0, 5]], ValueError, "got 5, needed 0 to 4"),
+        ([[0, -1]], ValueError, "got -1"),
+        ([[0, -100]], ValueError, "got -100"),
+        ([[0.0, 1.9999999]], TypeError, "needed integers"),
+        ([0, 1], ValueError, "one target per row"),
+    ):
+        with pytest.raises(error, match=message):
+            loss_fn(logits, np.array(targets))
+
+
+def test_the_first_divergence_is_where_the_mistake_is() -> None:
+    """A weight changed in one block: everything before it agrees, the layer itself is named."""
+    case = ModelCase("general", "normal", 0.5, 11)
+    weights, tokens, targets = fill(case)
+    model, loss_fn = build("torch", "float64", case, weights)
+    name = "transformers.1.feed_forward.input.weight"
+    weights[name] = weights[name] * (1.0 + 1e-6)
+    set_weights(model, weights)
+    candidate = trace(model, loss_fn, tokens, targets)
+    report = compare_traces(candidate, *reference(case, "float64"), "float64")
+    assert report.first is not None
+    assert report.first.kind == FORWARD
+    assert report.first.name == "transformers.1.feed_forward.input.output"
+    failed = {j.name for j in report.judgements if j.kind == FORWARD and not j.ok}
+    assert not any(name.startswith("transformers.0") for name in failed)
+    assert {j.kind for j in report.judgements if not j.ok} >= {GRADIENT, PARAMETER}
