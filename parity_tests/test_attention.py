@@ -271,6 +271,15 @@ def test_attention_by_hand(twin: Twin) -> None:
     np.testing.assert_allclose(twin.array(out), [[4.0, 8.0, 0.0], [7.0, 2.0, 0.75]], rtol=1e-15)
 
 
+@pytest.mark.parametrize("twin", TWINS, ids=lambda twin: twin.name)
+def test_a_masked_position_loses_to_any_finite_score(twin: Twin) -> None:
+    q, k = twin.tensor(np.array([[1e6]])), twin.tensor(np.array([[-1e6], [1.0]]))
+    v = twin.tensor(np.array([[2.0], [3.0]]))
+    out, weights = twin.functional.self_attention(q, k, v, np.array([[True, False]]))
+    np.testing.assert_array_equal(twin.array(weights), [[1.0, 0.0]])
+    np.testing.assert_array_equal(twin.array(out), [[2.0]])
+
+
 SHAPE_ERRORS = {
     "d_k differs": ((2, 3), (2, 4), (2, 3)),
     "S differs": ((2, 3), (4, 3), (2, 3)),

@@ -348,14 +348,15 @@ def test_two_backward_passes_add_exactly_twice(size: int, seed: int) -> None:
         np.testing.assert_array_equal(leaf.grad, 2.0 * grad)
 
 
-def test_a_failing_backward_leaves_leaves_unchanged() -> None:
+@pytest.mark.parametrize("last", (True, False))
+def test_a_failing_backward_leaves_leaves_unchanged(last: bool) -> None:
     x, y = tensor(1.0), tensor(2.0)
 
     def fails(grad: np.ndarray) -> tuple[np.ndarray]:
         raise ArithmeticError("on purpose")
 
     broken = Tensor.from_op("broken", y.data, (y,), fails)
-    loss = x * 3.0 + broken
+    loss = x * 3.0 + broken if last else broken + x * 3.0
     x.grad = np.array(5.0)
     for _ in range(2):  # the graph is not freed either
         with pytest.raises(ArithmeticError, match="on purpose"):

@@ -16,8 +16,7 @@ import torch_impl.functional
 from gpt_parity.backends import build_model, load_backend
 from gpt_parity.config import BACKENDS, GPTConfig
 from gpt_parity.corpus import CharDataset, CharTokenizer
-from gpt_parity.schedule import WarmupCosineScheduler
-from gpt_parity.training import GPTTrainer, StepResult, stream
+from gpt_parity.training import GPTTrainer, stream
 from gpt_parity.weights import get_weights, load_checkpoint, named_parameters, save_checkpoint
 from numpy_impl import Tensor, tape
 
@@ -54,40 +53,6 @@ def assert_agree(name: str, step: int, a: Any, b: Any, dtype: str = "float64") -
     assert distance <= 50 * step * 2.0**-53 * size, (
         f"{name} after step {step}: off by {distance / size:.1e}"
     )
-
-
-def test_fifty_steps_in_lockstep() -> None:
-    """Loss, norm before clipping, rate, both moments and the weights, after every step."""
-    (ours, dataset), (theirs, _) = build("numpy"), build("torch")
-    scheduler = WarmupCosineScheduler(1e-2, 50, 10, 1e-3)
-    snapshots: dict[str, list[list[np.ndarray]]] = {}
-    results: dict[str, list[StepResult]] = {}
-    for trainer, key in ((ours, "numpy"), (theirs, "torch")):
-        taken = snapshots.setdefault(key, [])
-
-        def snap(step: int, result: StepResult, trainer: Any = trainer, taken: Any = taken) -> None:
-            state = trainer.optimizer.state()
-            assert state["steps"] == [step] * len(state["steps"])
-            taken.append([*get_weights(trainer.model).values(), *state["exp_avg"],
-                          *state["exp_avg_sq"]])  # fmt: skip
-
-        results[key] = trainer.train(dataset, 9, scheduler, max_steps=50, on_step=snap)
-    names = list(get_weights(ours.model))
-    labels = [f"{kind} {name}" for kind in ("weight", "exp_avg", "exp_avg_sq") for name in names]
-    assert len(results["numpy"]) == len(results["torch"]) == 50
-    clipped = 0
-    for step, (a, b) in enumerate(zip(results["numpy"], results["torch"], strict=True), start=1):
-        assert_agree("loss", step, a.loss, b.loss)
-        assert_agree("gradient norm", step, a.grad_norm, b.grad_norm)
-        assert a.lr == b.lr == scheduler(step - 1)
-        clipped += a.grad_norm > 1.0
-        arrays = zip(
-            labels, snapshots["numpy"][step - 1], snapshots["torch"][step - 1], strict=True
-        )
-        for label, x, y in arrays:
-            assert_agree(label, step, x, y)
-    assert 0 < clipped < 50  # both sides of the clip were compared
-    assert results["numpy"][-1].loss < results["numpy"][0].loss
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -21,8 +21,8 @@ class Linear(nn.Linear):
     def __init__(
         self, in_features: int, out_features: int, rng: np.random.RandomState, dtype: torch.dtype
     ) -> None:
-        super().__init__(in_features, out_features, dtype=dtype)
         weight = rng.randn(out_features, in_features) * math.sqrt(2.0 / in_features)
+        super().__init__(in_features, out_features, dtype=dtype)
         with torch.no_grad():
             self.weight.copy_(torch.from_numpy(weight))
             self.bias.zero_()
@@ -38,9 +38,10 @@ class Embedding(nn.Embedding):
         self, num_embeddings: int, embedding_dim: int, rng: np.random.RandomState,
         dtype: torch.dtype,
     ) -> None:  # fmt: skip
+        weight = rng.randn(num_embeddings, embedding_dim) * 0.02
         super().__init__(num_embeddings, embedding_dim, dtype=dtype)
         with torch.no_grad():
-            self.weight.copy_(torch.from_numpy(rng.randn(num_embeddings, embedding_dim) * 0.02))
+            self.weight.copy_(torch.from_numpy(weight))
 
     def reset_parameters(self) -> None:
         """Nothing: the constructor draws from `rng`, never from PyTorch's global state."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from gpt_parity.oracle.compare import FORWARD, PARAMETER, compare_traces
 from gpt_parity.oracle.tolerance import Tolerances
 from gpt_parity.oracle.trace import Trace
@@ -37,19 +39,24 @@ class Sighting:
         return self.ratio > VISIBLE and self.alone
 
 
-def planted_slips(trace: Trace) -> Iterator[Slip]:
-    """The slips, each in a copy of `trace`."""
+def planted_slips(trace: Trace, dtype: str) -> Iterator[Slip]:
+    """The slips, each in a copy of `trace` rounded to `dtype`."""
+    trace = replace(
+        trace, loss=trace.loss.astype(dtype), values=_rounded(trace.values, dtype),
+        gradients=_rounded(trace.gradients, dtype), parameters=_rounded(trace.parameters, dtype),
+    )  # fmt: skip
     scaled = "transformers.0.feed_forward.input.weight"
-    parameters = {**trace.parameters, scaled: trace.parameters[scaled] * 1.001}
-    parameters[scaled] = parameters[scaled].astype(trace.parameters[scaled].dtype)
+    longer = (trace.parameters[scaled] * 1.001).astype(dtype)
     yield Slip(
-        "a gradient 0.1 % too long", PARAMETER, scaled, replace(trace, parameters=parameters)
-    )
-
+        "a gradient 0.1 % too long", PARAMETER, scaled,
+        replace(trace, parameters={**trace.parameters, scaled: longer}),
+    )  # fmt: skip
     square = "transformers.0.attention.output.weight"
-    parameters = {**trace.parameters, square: trace.parameters[square].T.copy()}
-    yield Slip("a gradient transposed", PARAMETER, square, replace(trace, parameters=parameters))
-
+    transposed = trace.parameters[square].T.copy()
+    yield Slip(
+        "a gradient transposed", PARAMETER, square,
+        replace(trace, parameters={**trace.parameters, square: transposed}),
+    )  # fmt: skip
     weights = "transformers.0.attention.softmax.output"
     value = trace.values[weights].copy()
     value[-1, -1, 0] *= 1.01
@@ -59,12 +66,14 @@ def planted_slips(trace: Trace) -> Iterator[Slip]:
     )  # fmt: skip
 
 
-def show_slips(
-    candidate: Trace, reference: Trace, tolerances: Tolerances, dtype: str
-) -> list[Sighting]:
-    """Judge each slip planted into `candidate` as any candidate is judged."""
+def _rounded(arrays: dict[str, np.ndarray], dtype: str) -> dict[str, np.ndarray]:
+    return {name: array.astype(dtype) for name, array in arrays.items()}
+
+
+def show_slips(reference: Trace, tolerances: Tolerances, dtype: str) -> list[Sighting]:
+    """Judge the reference with each slip planted into it, as any candidate is judged."""
     sightings = []
-    for slip in planted_slips(candidate):
+    for slip in planted_slips(reference, dtype):
         report = compare_traces(slip.trace, reference, tolerances, dtype)
         own = {(j.kind, j.name): j for j in report.judgements}[slip.kind, slip.name]
         others = [j for j in report.judgements if not j.ok and j is not own]

@@ -1,0 +1,141 @@
+"""Training of both backends side by side, and proof that a wrong recipe is seen."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+import numpy_impl
+import torch_impl
+from gpt_parity.backends import build_model
+from gpt_parity.config import GPTConfig, TrainConfig
+from gpt_parity.oracle.lockstep import (
+    QUANTITIES,
+    Outcome,
+    Setting,
+    common_state_float32,
+    free_float64,
+)  # fmt: skip
+from gpt_parity.schedule import WarmupCosineScheduler
+from gpt_parity.weights import get_weights
+
+RUNS = {"float64": free_float64, "float32": common_state_float32}
+
+
+def setting(steps: int, max_norm: float = 1.0) -> Setting:
+    """A small model on random text, at a rate that makes the weights move."""
+    config = GPTConfig(vocab_size=11, context_size=8, embedding_size=12, blocks=2)
+    recipe = TrainConfig(learning_rate=1e-2, min_learning_rate=1e-3, max_norm=max_norm)
+    rng = np.random.default_rng(0)
+    shape = (3, config.context_size)
+    batches = [(rng.integers(0, 11, shape), rng.integers(0, 11, shape)) for _ in range(steps)]
+    scheduler = WarmupCosineScheduler(1e-2, 50, 10, 1e-3)
+    weights = get_weights(build_model("numpy", config, seed=1, dtype="float32"))
+    return Setting(
+        config, recipe, {n: w.astype(np.float64) for n, w in weights.items()}, batches,
+        [scheduler(t) for t in range(steps)],
+    )  # fmt: skip
+
+
+def failed(outcome: Outcome) -> dict[str, set[str]]:
+    """Quantities out of tolerance, by candidate."""
+    return {
+        who: {q for q, (j, _) in quantities.items() if not j.ok}
+        for who, quantities in outcome.worst.items()
+    }
+
+
+@pytest.mark.parametrize("dtype", RUNS)
+def test_fifty_steps_agree_in_everything(dtype: str) -> None:
+    outcome = RUNS[dtype](setting(50))
+    assert list(outcome.worst) == (["torch"] if dtype == "float64" else ["numpy", "torch"])
+    for who, quantities in outcome.worst.items():
+        assert tuple(quantities) == QUANTITIES
+        for quantity, (judgement, step) in quantities.items():
+            assert judgement.ok, f"{who} {quantity} at step {step}: {judgement}"
+        assert quantities["weights"][0].ratio > 0.0
+
+
+def test_the_clip_acts_in_some_steps_and_not_in_others() -> None:
+    """Otherwise the runs above would say little about it."""
+    norms = []
+    original = numpy_impl.AdamWOptimizer.clip_grad_norm
+
+    def recorded(self, max_norm, **options):
+        norms.append(original(self, max_norm, **options))
+        return norms[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(numpy_impl.AdamWOptimizer, "clip_grad_norm", recorded)
+        common_state_float32(setting(50))
+    assert min(norms) < 1.0 < max(norms)
+
+
+def wrong_eps(self) -> None:
+    """eps 100 times too large."""
+    self.eps, eps = self.eps * 100, self.eps
+    STEP(self)
+    self.eps = eps
+
+
+def wrong_decay(self) -> None:
+    """Weight decay twice as strong."""
+    self.weight_decay, decay = self.weight_decay * 2, self.weight_decay
+    STEP(self)
+    self.weight_decay = decay
+
+
+def decayed_biases(self) -> None:
+    """Biases decay too."""
+    STEP(self)
+    for p in self.parameters:
+        if p.ndim < 2:
+            p.data *= 1.0 - self.lr * self.weight_decay
+
+
+def no_bias_correction(self) -> None:
+    """The step count runs 1000 steps ahead, so the bias correction is gone."""
+    self.steps = [t + 1000 for t in self.steps]
+    STEP(self)
+    self.steps = [t - 1000 for t in self.steps]
+
+
+def mixed_moments(self) -> None:
+    """Second moment decays like the first."""
+    self.betas, betas = (self.betas[0], 0.998), self.betas
+    STEP(self)
+    self.betas = betas
+
+
+STEP = numpy_impl.AdamWOptimizer.step
+
+
+@pytest.mark.parametrize("dtype", RUNS)
+@pytest.mark.parametrize(
+    "bug", [wrong_eps, wrong_decay, decayed_biases, no_bias_correction, mixed_moments]
+)
+def test_a_wrong_optimizer_is_seen(dtype: str, bug, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mistake is in the NumPy twin, which is reference and candidate: torch must stand out."""
+    monkeypatch.setattr(numpy_impl.AdamWOptimizer, "step", bug)
+    assert failed(RUNS[dtype](setting(3)))["torch"]
+
+
+@pytest.mark.parametrize("dtype", RUNS)
+def test_a_wrong_clip_is_seen(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the 1e-6 in the divisor of the clip, and with a clip that never acts."""
+    monkeypatch.setattr(
+        torch_impl.AdamWOptimizer, "clip_grad_norm",
+        lambda self, max_norm: math.sqrt(sum(float((p.grad**2).sum()) for p in self.parameters)),
+    )  # fmt: skip
+    assert "exp_avg" in failed(RUNS[dtype](setting(3, max_norm=0.01)))["torch"]
+
+
+@pytest.mark.parametrize("dtype", RUNS)
+def test_another_learning_rate_is_seen(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rate that differs in its last bit."""
+    lr = torch_impl.AdamWOptimizer.lr
+    nextafter = property(lr.fget, lambda self, rate: lr.fset(self, math.nextafter(rate, 1.0)))
+    monkeypatch.setattr(torch_impl.AdamWOptimizer, "lr", nextafter)
+    assert "learning rate" in failed(RUNS[dtype](setting(1)))["torch"]

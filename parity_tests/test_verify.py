@@ -1,0 +1,184 @@
+"""The main job: its verdicts, its JSON, its exit codes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import rich.style  # noqa: F401 (its first import draws from Python's random state)
+import torch
+
+from gpt_parity import cli
+from gpt_parity.backends import build_model
+from gpt_parity.config import GPTConfig, VerifyConfig
+from gpt_parity.corpus import CharTokenizer
+from gpt_parity.oracle import slips
+from gpt_parity.verify import verify
+from gpt_parity.weights import save_checkpoint
+from numpy_impl import functional
+from numpy_impl.tensor import Tensor
+
+TEXT = "the cat sat on the mat, the mat sat on the cat; " * 40
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    path = tmp_path / "text.txt"
+    path.write_text(TEXT, encoding="utf-8")
+    return path
+
+
+def run(text: Path, *flags: str) -> int:
+    steps = [] if "--steps" in flags else ["--steps", "0"]
+    return cli.main(["verify", "--data", str(text), "--processes", "1", *steps, *flags])
+
+
+def test_everything_is_compared_and_agrees(text: Path, tmp_path: Path, capsys) -> None:
+    assert run(text, "--steps", "2", "--json", str(tmp_path / "v.json")) == 0
+    out = capsys.readouterr().out
+    assert "PASS: numpy_impl and torch_impl agree" in out and out.count("slip seen") == 6
+    content = json.loads((tmp_path / "v.json").read_text())
+    assert (content["schema"], content["version"], content["ok"]) == (
+        "gpt-parity/verification", 1, True,
+    )  # fmt: skip
+    tensors = content["tensors"]
+    for backend, dtype in (("torch", "float64"), ("numpy", "float32"), ("torch", "float32")):
+        kinds = [t["kind"] for t in tensors if (t["backend"], t["dtype"]) == (backend, dtype)]
+        counts = {kind: kinds.count(kind) for kind in dict.fromkeys(kinds)}
+        assert counts == {"loss": 1, "forward": 20, "gradient": 20, "parameter gradient": 16}
+    assert len(content["complex_step"]) == 36
+    assert {(r["backend"], r["dtype"]) for r in content["lockstep"]} == {
+        ("torch", "float64"), ("numpy", "float32"), ("torch", "float32"),
+    }  # fmt: skip
+    assert max(t["ratio"] for t in tensors) > 0.0  # something was not bitwise equal
+    assert content["provenance"]["torch"] == torch.__version__
+
+
+def test_the_table_fits_a_terminal(text: Path, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert run(text, "--steps", "1") == 0
+    lines = capsys.readouterr().out.splitlines()
+    table = [line for line in lines if line.startswith(" ")]
+    assert len(table) > 50 and max(map(len, table)) <= 80
+    for name in (
+        "transformers.0.feed_forward.output.output",
+        "embedding.positional_embedding.weight",
+    ):
+        assert any(name in line for line in table), name
+
+
+def test_a_difference_in_meaning_is_laid_at_the_right_door(
+    text: Path, capsys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The erf form of GELU in one twin: complex step sides with the other."""
+    monkeypatch.setattr(torch.nn.GELU, "forward", lambda self, x: torch.nn.functional.gelu(x))
+    assert run(text) == 1
+    out = capsys.readouterr().out
+    assert "FAIL: torch float64 first leaves the tolerance at forward transformers.0." in out
+    assert "feed_forward.gelu.output" in out and "autograd stands alone" in out
+
+
+def test_a_wrong_closure_is_laid_at_the_right_door(
+    text: Path, capsys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """GELU's derivative without the factor 3 of the cubic term."""
+    right = functional.gelu
+
+    def wrong(x: Tensor) -> Tensor:
+        out = right(x)
+        c = x.data
+        t = np.tanh(functional.SQRT_2_OVER_PI * c * (1.0 + 0.044715 * c * c))
+        du = functional.SQRT_2_OVER_PI * (1.0 + 0.044715 * c * c)
+
+        def gradient_fn(grad):
+            return (grad * 0.5 * (1.0 + t + c * (1.0 - t * t) * du),)
+
+        return Tensor.from_op("gelu", out.data, (x,), gradient_fn)
+
+    monkeypatch.setattr(functional, "gelu", wrong)
+    assert run(text) == 1
+    out = capsys.readouterr().out
+    assert "first leaves the tolerance at gradient transformers.1.feed_forward.input.output" in out
+    assert "the closure stands alone" in out
+
+
+def test_a_blind_comparer_ends_the_run(text: Path, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slips, "VISIBLE", 1e30)
+    assert run(text) == 1
+    out = capsys.readouterr().out
+    assert "slip MISSED" in out and "FAIL: the comparer missed a planted slip" in out
+
+
+def test_a_checkpoint_is_verified_with_its_own_sizes(text: Path, tmp_path: Path, capsys) -> None:
+    tokenizer = CharTokenizer.from_text(TEXT)
+    config = GPTConfig(tokenizer.vocab_size, context_size=8, embedding_size=12, blocks=1)
+    model = build_model("numpy", config, seed=3, dtype="float64")
+    for parameter in model.parameters():
+        parameter.data *= 3.0
+    path = tmp_path / "checkpoint.safetensors"
+    save_checkpoint(path, model, config=config, vocabulary=tokenizer.vocabulary)
+    result = verify(VerifyConfig(data=text, checkpoint=path, steps=2, processes=1))
+    assert result.ok and result.model == config
+    shared = build_model("torch", config)
+    assert len(result.reports["torch", "float64"].judgements) == 1 + 2 * 12 + len(
+        list(shared.parameters())
+    )
+
+
+def test_two_processes_give_what_one_gives(text: Path) -> None:
+    one, two = (
+        verify(VerifyConfig(data=text, steps=2, processes=processes)) for processes in (1, 2)
+    )
+    assert one.lockstep == two.lockstep and one.reports == two.reports
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--data", "missing.txt"], "missing.txt"),
+        (["--steps", "-1"], "steps"),
+        (["--steps", "many"], "many"),
+        (["--processes", "0"], "processes"),
+        (["--checkpoint", "nowhere"], "nowhere"),
+        (["--json", "nowhere/v.json", "--steps", "0", "--processes", "1"], "nowhere/v.json"),
+        (["--sted", "1"], "--sted"),
+    ],
+)
+def test_a_mistake_of_the_user_is_one_line(
+    flags: list[str], message: str, capsys, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["verify", *flags]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("gpt-parity: error:") and error.count("\n") == 1 and message in error
+
+
+def test_an_invalid_text_and_a_foreign_checkpoint(text: Path, tmp_path: Path, capsys) -> None:
+    (tmp_path / "bad.txt").write_bytes(b"ab\xff")
+    assert cli.main(["verify", "--data", str(tmp_path / "bad.txt")]) == 2
+    assert "bad.txt" in (error := capsys.readouterr().err) and "2" in error
+    config = GPTConfig(3, context_size=8, embedding_size=12, blocks=1)
+    path = tmp_path / "checkpoint.safetensors"
+    save_checkpoint(path, build_model("numpy", config), config=config, vocabulary="abc")
+    assert cli.main(["verify", "--data", str(text), "--checkpoint", str(path)]) == 2
+    assert "vocabulary" in capsys.readouterr().err
+
+
+def test_without_torch_one_line_says_how_to_install_it(text: Path, tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("raise ImportError('no torch here')\n")
+    code = (
+        "import sys; sys.path.insert(0, sys.argv[1]); from gpt_parity.cli import main; "
+        "sys.exit(main(['verify', '--data', sys.argv[2]]))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path), str(text)], capture_output=True, text=True
+    )
+    assert done.returncode == 2 and done.stdout == ""
+    assert (
+        done.stderr.count("\n") == 1
+        and 'pip install -c constraints.txt -e ".[torch]"' in done.stderr
+    )
