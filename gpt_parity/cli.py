@@ -63,7 +63,7 @@ def verify(*, config: Annotated[VerifyConfig | None, Parameter(name="*")] = None
     Example: gpt-parity verify --json verify.json
     """
     config = config or VerifyConfig()
-    with thread_limit(1, "torch"):
+    with thread_limit(1, "numpy"):
         from rich.console import Console
 
         from gpt_parity.files import write_atomically

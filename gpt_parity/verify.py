@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import multiprocessing
-from concurrent.futures import Future, ProcessPoolExecutor
-from dataclasses import dataclass
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -42,26 +42,30 @@ def verify(config: VerifyConfig) -> Verification:
     Raises ValueError for a text or checkpoint that does not do, MissingBackendError without
     PyTorch.
     """
-    load_backend("torch")
     subject = _subject(config)
     setting = _lockstep_setting(config, subject)
-    if config.processes == 1 or config.steps == 0:
-        lockstep = [run(setting) for run in LOCKSTEPS] if config.steps else []
-        return _verification(config, subject, lockstep)
-    # Fresh processes: PyTorch's threads do not survive a fork.
+    if config.steps == 0 or config.processes == 1:
+        with thread_limit(1, "torch"):
+            runs = (free_float64, common_state_float32) if config.steps else ()
+            return _verification(config, subject, [run(setting) for run in runs])
+    # A fresh process, since PyTorch's threads do not survive a fork; it starts before PyTorch is
+    # imported here, so that the two imports go side by side.
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(config.processes, mp_context=context) as pool:
-        futures: list[Future[Outcome]] = [pool.submit(_alone, run, setting) for run in LOCKSTEPS]
-        partial = _verification(config, subject, [])
-        return partial.with_lockstep([future.result() for future in futures])
+    with ProcessPoolExecutor(1, mp_context=context) as pool:
+        float32 = pool.submit(_common_state_float32, setting)
+        try:
+            with thread_limit(1, "torch"):
+                partial = _verification(config, subject, [free_float64(setting)])
+            return replace(partial, lockstep=[*partial.lockstep, float32.result()])
+        except BaseException:
+            for process in multiprocessing.active_children():
+                process.terminate()
+            raise
 
 
-LOCKSTEPS = (free_float64, common_state_float32)
-
-
-def _alone(run, setting: Setting) -> Outcome:
+def _common_state_float32(setting: Setting) -> Outcome:
     with thread_limit(1, "torch"):
-        return run(setting)
+        return common_state_float32(setting)
 
 
 def _subject(config: VerifyConfig) -> Subject:

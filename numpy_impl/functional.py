@@ -82,6 +82,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     """
     if x.ndim < 1 or x.shape[-1] != weight.shape[-1]:
         raise ValueError(f"linear: got input {x.shape}, needed (..., {weight.shape[-1]})")
+    if not x.dtype == weight.dtype == bias.dtype:
+        raise TypeError(f"linear: got {x.dtype}, {weight.dtype}, {bias.dtype}, needed one dtype")
     # Leading axes flattened: one large product is faster than many small ones.
     x2 = x.data.reshape(-1, x.shape[-1])  # (N, in)
     y = x2 @ weight.data.T + bias.data  # (N, out)
@@ -90,7 +92,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         g2 = grad.reshape(y.shape)
         return (g2 @ weight.data).reshape(x.shape), g2.T @ x2, g2.sum(axis=0)
 
-    return Tensor.from_op("linear", y.reshape(*x.shape[:-1], -1), (x, weight, bias), gradient_fn)
+    return Tensor.from_op(
+        "linear", y.reshape(*x.shape[:-1], bias.shape[0]), (x, weight, bias), gradient_fn
+    )
 
 
 def embedding(table: Tensor, ids: Any) -> Tensor:
@@ -186,7 +190,10 @@ def _check_mask(mask: Any, shape: tuple[int, ...]) -> np.ndarray:
     mask = np.asarray(mask)
     if mask.dtype != bool and not (mask.dtype.kind in "iu" and np.isin(mask, (0, 1)).all()):
         raise TypeError(f"mask: got dtype {mask.dtype}, needed booleans (true: may attend)")
-    keep = np.broadcast_to(mask.astype(bool), shape)
+    try:
+        keep = np.broadcast_to(mask.astype(bool), shape)
+    except ValueError:
+        raise ValueError(f"mask: got {mask.shape}, needed to broadcast to {tuple(shape)}") from None
     if not keep.any(axis=-1).all():
         raise ValueError("mask: a position may attend to nothing, needed at least one")
     return keep

@@ -54,7 +54,9 @@ class ParameterBuffer:
             view = self.data[start:end].reshape(p.shape)
             view[...] = p.data
             p.data, p.grad_view, p.buffer = view, self.grad[start:end].reshape(p.shape), self
-            p.grad = None
+            if p.grad is not None:
+                p.grad_view[...] = p.grad
+                p.grad = p.grad_view
 
 
 class Layer:

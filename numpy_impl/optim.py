@@ -52,7 +52,8 @@ class AdamWOptimizer:
         if not max_norm > 0.0:
             raise ValueError(f"max_norm: got {max_norm}, needed a positive number")
         self._gather()
-        norm = math.sqrt(np.dot(self.buffer.grad, self.buffer.grad))
+        with np.errstate(over="ignore", invalid="ignore"):  # judged in the next line
+            norm = math.sqrt(np.dot(self.buffer.grad, self.buffer.grad))
         if error_if_nonfinite and not math.isfinite(norm):
             raise FloatingPointError(f"gradient norm: got {norm}, needed a finite number")
         scale = max_norm / (norm + 1e-6)

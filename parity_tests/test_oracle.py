@@ -190,6 +190,14 @@ def test_noise_is_bounded_by_the_table_and_reaches_every_rounded_element() -> No
         assert (error > 0.0).mean() > 0.5  # in float64 some noise is lost in the last bit
 
 
+def test_noise_reaches_results_that_are_almost_zero() -> None:
+    """Below the underflow unit of the dtype judged, its flush to zero is rounding too."""
+    x = Tensor(np.array([[5e-324, 1.0]]))
+    with observe(MonteCarloArithmetic(FLOAT32, np.random.default_rng(0))):
+        noisy = (x * 1.0).data - x.data
+    assert 0.0 < abs(noisy[0, 0]) <= 2.0 * FLOAT32.eta
+
+
 def test_noise_leaves_exact_results_alone() -> None:
     rng = np.random.default_rng(0)
     x = Tensor(rng.standard_normal((4, 4)))

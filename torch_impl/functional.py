@@ -119,7 +119,10 @@ def _check_mask(mask: Any, shape: tuple[int, ...]) -> Tensor:
     mask = np.asarray(mask)
     if mask.dtype != bool and not (mask.dtype.kind in "iu" and np.isin(mask, (0, 1)).all()):
         raise TypeError(f"mask: got dtype {mask.dtype}, needed booleans (true: may attend)")
-    keep = np.broadcast_to(mask.astype(bool), shape)
+    try:
+        keep = np.broadcast_to(mask.astype(bool), shape)
+    except ValueError:
+        raise ValueError(f"mask: got {mask.shape}, needed to broadcast to {tuple(shape)}") from None
     if not keep.any(axis=-1).all():
         raise ValueError("mask: a position may attend to nothing, needed at least one")
     return torch.from_numpy(keep.copy())

@@ -1,4 +1,4 @@
-"""The instruments: how much operations round, what models compute, and whether two of them agree."""
+"""The instruments: how operations round, what models compute, and whether two of them agree."""
 
 from gpt_parity.oracle.compare import Judgement, Report, compare, compare_traces
 from gpt_parity.oracle.rounding import FLOAT32, FLOAT64

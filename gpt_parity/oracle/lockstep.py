@@ -125,20 +125,24 @@ def noisy_step(runner: Runner, batch: Batch, rate: float, noise: MonteCarloArith
     return runner.state(result._replace(grad_norm=float(norm)))
 
 
-def judge_step(candidate: State, clean: State, noisy: list[State], unit: Unit) -> list[Judgement]:
-    """Judge every array of a state; learning rates must be equal."""
+Spread = dict[str, Tolerance]
+
+
+def step_tolerances(clean: State, noisy: list[State], unit: Unit) -> Spread:
+    """The tolerance of every array of a state; learning rates must be equal."""
+    tolerances = {
+        key: spread_tolerance(x, [s[key] for s in noisy], unit) for key, x in clean.items()
+    }
+    return {**tolerances, "learning rate": Tolerance(0.0, np.array(0.0))}
+
+
+def judge_step(candidate: State, clean: State, tolerances: Spread, unit: Unit) -> list[Judgement]:
+    """Judge every array of a state."""
     judgements = []
     for key, reference in clean.items():
-        kind, _, name = key.partition(" ") if key not in QUANTITIES else (key, "", key)
-        exact = key == "learning rate"
-        tolerance = spread_tolerance(reference, [s[key] for s in noisy], unit)
-        judgements.append(
-            compare(
-                name, kind, candidate[key], reference,
-                Tolerance(0.0, np.array(0.0)) if exact else tolerance,
-                "float64" if exact else unit.name,
-            )
-        )  # fmt: skip
+        kind, _, name = (key, "", key) if key in QUANTITIES else key.partition(" ")
+        dtype = "float64" if key == "learning rate" else unit.name
+        judgements.append(compare(name, kind, candidate[key], reference, tolerances[key], dtype))
     return judgements
 
 
@@ -150,8 +154,9 @@ def free_float64(setting: Setting) -> Outcome:
     for t, (batch, rate) in enumerate(zip(setting.batches, setting.rates, strict=True)):
         reference = clean.state(clean.step(batch, rate))
         noisy = [noisy_step(runner, batch, rate, noise) for runner, noise in streams]
+        tolerances = step_tolerances(reference, noisy, FLOAT64)
         candidate = torch.state(torch.step(batch, rate))
-        outcome.add("torch", t, judge_step(candidate, reference, noisy, FLOAT64))
+        outcome.add("torch", t, judge_step(candidate, reference, tolerances, FLOAT64))
     return outcome
 
 
@@ -172,11 +177,11 @@ def common_state_float32(setting: Setting) -> Outcome:
             engine.load(start, t)
             return noisy_step(engine, batch, rate, noise)
 
-        spread = noisy_runs(noisy, FLOAT32, seed=t)
+        tolerances = step_tolerances(reference, noisy_runs(noisy, FLOAT32, seed=t), FLOAT32)
         for name, runner in candidates.items():
             runner.load(start, t)
             state = runner.state(runner.step(batch, rate))
-            outcome.add(name, t, judge_step(state, reference, spread, FLOAT32))
+            outcome.add(name, t, judge_step(state, reference, tolerances, FLOAT32))
             if name == "numpy":
                 following = state
         start = following

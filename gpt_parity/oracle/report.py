@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from rich import box
@@ -34,10 +34,6 @@ class Verification:
     reports: dict[tuple[str, str], Report]
     votes: list[Vote]
     lockstep: list[Outcome]
-
-    def with_lockstep(self, lockstep: list[Outcome]) -> Verification:
-        """The same with the outcomes of training."""
-        return replace(self, lockstep=lockstep)
 
     @property
     def sees_slips(self) -> bool:

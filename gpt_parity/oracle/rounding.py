@@ -71,12 +71,10 @@ Magnitude = Callable[[Call], "np.ndarray | None"]
 
 @dataclass(frozen=True)
 class Row:
-    """Internal magnitudes (None: exact) and lengths of the longest reduction, of one operation."""
+    """Internal magnitudes of one operation's result and of its gradients; None: exact."""
 
     forward: Magnitude
     backward: Magnitude
-    forward_length: Callable[[Call], int] = lambda c: 1
-    backward_length: Callable[[Call], int] = lambda c: 1
 
 
 def _exact(c: Call) -> None:
@@ -235,12 +233,11 @@ def row(op: str) -> Row:
     return TABLE[op]
 
 
-def bound(m: np.ndarray | None, length: int, unit: Unit) -> np.ndarray | float:
+def bound(m: np.ndarray | None, unit: Unit) -> np.ndarray | float:
     """A priori bound of |computed - exact|, per element: 8 (u m + eta), 0 where m is 0."""
     if m is None:
         return 0.0
-    factor = OPERATION_FACTOR * math.sqrt(length)
-    return np.where(m > 0.0, factor * (unit.u * m + unit.eta), 0.0)
+    return np.where(m > 0.0, OPERATION_FACTOR * (unit.u * m + unit.eta), 0.0)
 
 
 class MonteCarloArithmetic(Observer):
@@ -254,7 +251,10 @@ class MonteCarloArithmetic(Observer):
     """
 
     def __init__(self, unit: Unit, rng: np.random.Generator) -> None:
-        self.unit, self.rng = unit, rng
+        self.unit = unit
+        self.rng = rng
+        # Bits of a float64 number that do not count where values agree to EQUAL_UNITS.
+        self.drop = np.uint64(52 + round(math.log2(EQUAL_UNITS * 2.0 * unit.u)))
 
     def forward(self, op: str, out: Any, parents: tuple[Any, ...]) -> np.ndarray | None:
         data = tuple(p.data for p in parents)
@@ -272,34 +272,31 @@ class MonteCarloArithmetic(Observer):
         if m is None:
             return None
         amplitude = np.asarray(self.unit.u * m)
-        np.add(amplitude, self.unit.eta, out=amplitude, where=amplitude > 0.0)
-        drop = 52 + round(math.log2(EQUAL_UNITS * 2.0 * self.unit.u))
-        noise = _shared_uniform(result, drop, self.rng)
+        np.add(amplitude, self.unit.eta, out=amplitude, where=m > 0.0)  # u m may underflow
+        noise = self._shared_uniform(result)
         noise += self._uniform(noise.shape)
         noise *= amplitude
         noise += result
         return noise
+
+    def _shared_uniform(self, x: np.ndarray) -> np.ndarray:
+        """Numbers in [-1, 1) that depend on the leading bits of x and on a random key.
+
+        Multiplicative hashing (Dietzfelbinger et al., Journal of Algorithms 1997).
+        """
+        bits = np.ascontiguousarray(x, dtype=np.float64).reshape(-1).view(np.uint64) >> self.drop
+        bits *= np.uint64(self.rng.bit_generator.random_raw() | 1)
+        return (bits.view(np.int64) * 2.0**-63).reshape(x.shape)
 
     def _uniform(self, shape: tuple[int, ...]) -> np.ndarray:
         """Numbers in [-1, 1): a random stretch of one long sample, since drawing is slow."""
         size, sample = math.prod(shape), _sample()
         if 2 * size > sample.size:
             return self.rng.uniform(-1.0, 1.0, shape)
-        start = self.rng.integers(sample.size - size)
+        start = self.rng.bit_generator.random_raw() % (sample.size - size)
         return sample[start : start + size].reshape(shape)
 
 
 @functools.cache
 def _sample() -> np.ndarray:
     return np.random.default_rng(0).uniform(-1.0, 1.0, 2**18)
-
-
-def _shared_uniform(x: np.ndarray, drop: int, rng: np.random.Generator) -> np.ndarray:
-    """Numbers in [-1, 1) that depend on all bits of x but the last `drop`, and on a random key.
-
-    Multiplicative hashing (Dietzfelbinger et al., Journal of Algorithms 1997).
-    """
-    bits = np.array(x, dtype=np.float64, order="C").view(np.uint64)
-    bits >>= np.uint64(drop)
-    bits *= rng.integers(2**64, dtype=np.uint64) | np.uint64(1)
-    return bits.view(np.int64) * 2.0**-63

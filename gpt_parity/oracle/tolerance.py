@@ -8,7 +8,6 @@ a difference in meaning is never absorbed as noise. A tolerance of 0 asks for eq
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -56,11 +55,12 @@ def row_norms(x: np.ndarray) -> np.ndarray:
 def spread_tolerance(clean: np.ndarray, noisy: Sequence[np.ndarray], unit: Unit) -> Tolerance:
     """tol = 16 max_k ||G_k - G_0|| + 12 u ||G_0||."""
     whole, rows = norms(clean)
-    spreads = [norms(g - clean) for g in noisy]
+    spreads = np.stack(noisy) - clean  # (K, ...)
+    spread_rows = row_norms(spreads) if clean.ndim else np.abs(spreads)
+    spread_whole = row_norms(spread_rows.reshape(len(noisy), -1))
     return Tolerance(
-        SPREAD_FACTOR * max(s[0] for s in spreads) + RESULT_FACTOR * unit.u * whole,
-        SPREAD_FACTOR * functools.reduce(np.maximum, (s[1] for s in spreads))
-        + RESULT_FACTOR * unit.u * rows,
+        SPREAD_FACTOR * float(spread_whole.max()) + RESULT_FACTOR * unit.u * whole,
+        SPREAD_FACTOR * spread_rows.max(axis=0) + RESULT_FACTOR * unit.u * rows,
     )
 
 
