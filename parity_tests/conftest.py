@@ -20,13 +20,15 @@ from numpy_impl import tape
 torch.set_num_threads(1)
 
 # `--hypothesis-profile=NAME` chooses another; a name of our own would lose to Hypothesis's `ci`.
-hypothesis.settings.register_profile(
-    "default", max_examples=100, deadline=None, derandomize=True, database=None
-)
-hypothesis.settings.register_profile(
-    "quick", hypothesis.settings.get_profile("default"), max_examples=25
-)
-hypothesis.settings.register_profile("nightly", max_examples=5000, deadline=None, print_blob=True)
+register = hypothesis.settings.register_profile
+register("default", max_examples=100, deadline=None, derandomize=True, database=None)
+register("quick", hypothesis.settings.get_profile("default"), max_examples=25)
+register("nightly", max_examples=5000, deadline=None, print_blob=True)
+# For planted bugs: a failure is enough, its smallest example is not needed.
+register(
+    "power", hypothesis.settings.get_profile("quick"), report_multiple_bugs=False,
+    phases=(hypothesis.Phase.explicit, hypothesis.Phase.generate),
+)  # fmt: skip
 hypothesis.settings.load_profile("default")
 
 

@@ -23,6 +23,8 @@ from parity_tests.strategies import STRUCTURES, Shape, broadcast_shapes, cotange
 from parity_tests.strategies import fill as filled
 from parity_tests.strategies import sizes as axis_sizes
 
+pytestmark = pytest.mark.reference("other backend")
+
 FILLS = tuple(s for s in STRUCTURES if s != "adversarial")
 NAMES = ("q", "k", "v")
 
@@ -202,6 +204,7 @@ def test_masked_attention_against_scaled_dot_product_attention(example: Attentio
     judge(example, output_of(NUMPY, keep), [(TORCH, stock), (TORCH, output_of(TORCH, keep))])
 
 
+@pytest.mark.reference("exact property")
 @pytest.mark.parametrize("twin", TWINS, ids=lambda twin: twin.name)
 @given(attentions(same=True), st.data())
 def test_the_future_has_exactly_no_influence(
@@ -228,6 +231,7 @@ def test_the_future_has_exactly_no_influence(
     np.testing.assert_array_equal(*outputs)
 
 
+@pytest.mark.reference("exact property")
 @pytest.mark.parametrize("twin", TWINS, ids=lambda twin: twin.name)
 @given(attentions(mask=True))
 def test_what_no_position_attends_to_has_no_influence(twin: Twin, example: Attention) -> None:
@@ -247,6 +251,7 @@ def test_what_no_position_attends_to_has_no_influence(twin: Twin, example: Atten
     np.testing.assert_array_equal(*outputs)
 
 
+@pytest.mark.reference("exact property")
 @pytest.mark.parametrize("twin", TWINS, ids=lambda twin: twin.name)
 @given(attentions(mask=True))
 def test_a_mask_of_zeros_and_ones_is_the_mask(twin: Twin, example: Attention) -> None:
@@ -260,6 +265,7 @@ def test_a_mask_of_zeros_and_ones_is_the_mask(twin: Twin, example: Attention) ->
     np.testing.assert_array_equal(found[0], found[2])
 
 
+@pytest.mark.reference("by hand")
 @pytest.mark.parametrize("twin", TWINS, ids=lambda twin: twin.name)
 def test_attention_by_hand(twin: Twin) -> None:
     """Scores 0 and ln 3 give weights 1/4 and 3/4; d_k = 4 divides the product by 2."""

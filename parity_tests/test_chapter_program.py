@@ -6,6 +6,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
+import pytest
 
 import numpy_impl
 import torch_impl
@@ -43,6 +44,7 @@ def program(implementation: ModuleType, **options: Any) -> Outcome:
     return Outcome(steps, predictions, loss, text)
 
 
+@pytest.mark.reference("other backend")
 def test_the_program_is_the_same_on_both_backends() -> None:
     """Losses to the rounding of float64 over all steps (see `assert_agree` in test_training)."""
     ours, theirs = (program(backend, dtype="float64") for backend in (numpy_impl, torch_impl))
@@ -60,6 +62,7 @@ def test_the_program_is_the_same_on_both_backends() -> None:
     assert ours.loss < ours.steps[0].loss - 0.5  # it has learnt something
 
 
+@pytest.mark.reference("exact property")
 def test_the_program_repeats_itself_in_float32() -> None:
     """The default dtype, twice: the same to the bit, and near the other backend's."""
     once, again = program(numpy_impl), program(numpy_impl)

@@ -25,6 +25,8 @@ from hypothesis import strategies as st
 from gpt_parity import corpus
 from gpt_parity.corpus import CharDataset, CharTokenizer, fetch_tinyshakespeare, read_corpus
 
+pytestmark = pytest.mark.reference("by hand")
+
 ROOT = Path(__file__).resolve().parents[1]
 SHAKESPEARE = ROOT / "data" / "tinyshakespeare.txt"
 SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
@@ -53,6 +55,7 @@ def run_python(*arguments: str, **environment: str) -> subprocess.CompletedProce
 # Tokenizer
 
 
+@pytest.mark.reference("exact property")
 @given(any_text)
 @example("a\ud800b\udfff")
 def test_encode_and_decode_agree_with_plain_look_ups(text: str) -> None:
@@ -124,6 +127,7 @@ def test_empty_text_has_no_ids() -> None:
     assert CharTokenizer("ab").encode("").shape == (0,)
 
 
+@pytest.mark.reference("exact property")
 @pytest.mark.parametrize("seed", ["0", "1"])
 def test_ids_do_not_depend_on_hashing(seed: str) -> None:
     code = (
@@ -336,6 +340,7 @@ def test_batches_agree_with_a_plain_listing(
         assert found == batches
 
 
+@pytest.mark.reference("exact property")
 @pytest.mark.parametrize(
     ("characters", "context_size", "starts"),
     [
@@ -367,6 +372,7 @@ def test_windows_of_nine_characters_by_hand() -> None:
     assert targets.tolist() == [[1, 2, 3, 4], [3, 4, 5, 6], [5, 6, 7, 8]]
 
 
+@pytest.mark.reference("exact property")
 def test_arrays_are_the_callers_own_and_nothing_changes_between_calls() -> None:
     dataset = CharDataset("hello world " * 20, context_size=6, batch_size=4)
     first = [[array.copy() for array in pair] for pair in dataset.batches("train")]
@@ -461,6 +467,7 @@ def test_refuses_another_split_and_an_index_outside() -> None:
         dataset.batch("test", -1)
 
 
+@pytest.mark.reference("exact property")
 @needs_shakespeare
 def test_tinyshakespeare_counts() -> None:
     found = read_corpus(SHAKESPEARE)

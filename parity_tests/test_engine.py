@@ -24,6 +24,8 @@ from numpy_impl.tape import Observer, no_grad, observe
 from numpy_impl.tensor import Tensor
 from parity_tests.strategies import seeds
 
+pytestmark = pytest.mark.reference("by hand")
+
 
 def tensor(*values: Any) -> Tensor:
     return Tensor(np.array(values[0] if len(values) == 1 else values, np.float64))
@@ -176,6 +178,7 @@ def test_batched_product_with_a_plain_matrix() -> None:
 # --- memory
 
 
+@pytest.mark.reference("exact property")
 def test_gradients_of_two_leaves_share_no_memory() -> None:
     x, y = tensor(0.5, 0.25), tensor(1.0, 2.0)
     g = np.array([3.0, 4.0])
@@ -335,6 +338,7 @@ def test_only_leaves_and_retained_tensors_keep_a_gradient() -> None:
     assert x.grad == 16.0 * 3.0**3
 
 
+@pytest.mark.reference("exact property")
 @given(st.integers(1, 4), seeds)
 def test_two_backward_passes_add_exactly_twice(size: int, seed: int) -> None:
     rng = np.random.default_rng(seed)
@@ -367,6 +371,7 @@ def test_a_failing_backward_leaves_leaves_unchanged(last: bool) -> None:
 # --- modes
 
 
+@pytest.mark.reference("exact property")
 def test_no_grad_nests_and_returns_after_errors() -> None:
     with no_grad():
         with no_grad():
@@ -539,6 +544,7 @@ programs = st.lists(
 )
 
 
+@pytest.mark.reference("other backend")
 @given(st.lists(st.sampled_from(LEAF_SHAPES), min_size=1, max_size=4), programs, seeds)
 def test_random_graphs_equal_torch_to_the_bit(
     shapes: list[tuple[int, ...]], program: list[tuple[str, int, int]], seed: int

@@ -20,6 +20,8 @@ from numpy_impl.tensor import Tensor
 from parity_tests.registry import NUMPY, TORCH, TWINS, Twin
 from parity_tests.strategies import seeds, shapes
 
+pytestmark = pytest.mark.reference("by hand")
+
 both_twins = pytest.mark.parametrize("twin", TWINS, ids=lambda twin: twin.name)
 
 INF, NAN = math.inf, math.nan
@@ -279,6 +281,7 @@ def test_initial_weights_follow_the_formula(twin: Twin, dtype: str) -> None:
     np.testing.assert_array_equal(twin.array(embedding.weight), table.astype(dtype), strict=True)
 
 
+@pytest.mark.reference("other backend")
 @pytest.mark.parametrize("dtype", ("float32", "float64"))
 def test_both_models_start_from_the_same_weights(dtype: str) -> None:
     ours, theirs = (twin.gpt.GPT(65, 32, 64, 2, seed=42, dtype=twin.dtypes[dtype])
@@ -327,6 +330,7 @@ def test_train_and_eval_reach_every_layer(twin: Twin) -> None:
     assert model.train() is model and all(module.training for module in every)
 
 
+@pytest.mark.reference("exact property")
 def test_state_never_aliases() -> None:
     model = NUMPY.gpt.GPT(5, 4, 3, 1, seed=1)
     parameters = dict(model.named_parameters())
@@ -441,6 +445,7 @@ def test_a_fill_that_leaks_is_refused(twin: Twin, dtype: str, bound: int) -> Non
         twin.gpt.GPT(5, 4, 3, 1, dtype=kind, mask_value=NAN, allow_leak=True)
 
 
+@pytest.mark.reference("exact property")
 @both_twins
 def test_only_a_leaking_fill_shows_the_future(twin: Twin) -> None:
     kind = twin.dtypes["float64"]
@@ -507,6 +512,7 @@ class OneDtype(Observer):
         assert grad.dtype == self.dtype, op
 
 
+@pytest.mark.reference("exact property")
 @pytest.mark.parametrize("dtype", ("float32", "float64"))
 def test_a_model_keeps_its_dtype_through_training(dtype: str) -> None:
     model = NUMPY.gpt.GPT(5, 4, 3, 2, dtype=dtype)
@@ -661,6 +667,7 @@ def adamw_step(
     return [new_w, new_m, new_v], [np.abs(w) + step * m_size, m_size, new_v]
 
 
+@pytest.mark.reference("other backend")
 @pytest.mark.parametrize("dtype", ("float32", "float64"))
 @given(
     st.lists(shapes(1, 3), min_size=1, max_size=4),
@@ -722,6 +729,7 @@ def test_adamw_step_by_step(
                     assert (np.abs(x - exact) <= allowed).all(), f"{twin.name}, parameter {i}"
 
 
+@pytest.mark.reference("other backend")
 @pytest.mark.parametrize("dtype", ("float32", "float64"))
 @given(
     st.lists(shapes(1, 3), min_size=1, max_size=4),
@@ -751,6 +759,7 @@ def test_clipping_of_random_gradients(
             assert (np.abs(found - expected) <= slack * np.abs(expected) + unit.eta).all()
 
 
+@pytest.mark.reference("other backend")
 @both_twins
 def test_clipping_skips_parameters_without_a_gradient(twin: Twin) -> None:
     (p, idle), optimizer = optimizer_of(twin, [np.zeros(2), np.zeros(2)])

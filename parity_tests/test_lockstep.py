@@ -21,6 +21,8 @@ from gpt_parity.oracle.lockstep import (
 from gpt_parity.schedule import WarmupCosineScheduler
 from gpt_parity.weights import get_weights
 
+pytestmark = pytest.mark.reference("other backend")
+
 RUNS = {"float64": free_float64, "float32": common_state_float32}
 
 

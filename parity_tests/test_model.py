@@ -24,6 +24,8 @@ from parity_tests.models import (
     reference,
 )  # fmt: skip
 
+pytestmark = pytest.mark.reference("other backend")
+
 SOURCE = GPTConfig(vocab_size=65)
 
 
@@ -33,6 +35,7 @@ def test_torch_float64_agrees_in_values_gradients_and_loss(case: ModelCase) -> N
     assert report.ok, f"{case}: {report.first}"
 
 
+@pytest.mark.reference("a priori bound")
 @pytest.mark.parametrize("backend", BACKENDS)
 @given(case=model_cases())
 def test_float32_agrees_with_float64(backend: str, case: ModelCase) -> None:
@@ -40,6 +43,7 @@ def test_float32_agrees_with_float64(backend: str, case: ModelCase) -> None:
     assert report.ok, f"{case}: {report.first}"
 
 
+@pytest.mark.reference("complex step")
 @pytest.mark.parametrize("kind", ["normal", "one token", "confident and wrong"])
 def test_complex_step_confirms_every_gradient_of_both_twins(kind: str) -> None:
     case = ModelCase("distinct primes", kind, 0.3, 7)
@@ -54,6 +58,7 @@ def test_complex_step_confirms_every_gradient_of_both_twins(kind: str) -> None:
     assert max(worst.closure, worst.autograd) <= 1.0, worst
 
 
+@pytest.mark.reference("complex step")
 def test_complex_step_meets_its_own_bound_at_the_training_initialisation() -> None:
     tokens = np.random.default_rng(0).integers(0, 65, (4, 32))
     targets = np.random.default_rng(1).integers(0, 65, (4, 32))
@@ -88,6 +93,7 @@ def test_traces_have_the_same_entries_aliases_and_masks() -> None:
     assert len(mine.parameters) == 16
 
 
+@pytest.mark.reference("exact property")
 def test_the_trace_gradient_is_the_total_derivative_over_all_uses() -> None:
     """The context's input x is used three times in attention: as query, key and value."""
     case = ModelCase("general", "normal", 0.5, 3)
@@ -98,6 +104,7 @@ def test_the_trace_gradient_is_the_total_derivative_over_all_uses() -> None:
     assert (error <= bound(np.abs(total).sum(axis=0), FLOAT64)).all()
 
 
+@pytest.mark.reference("exact property")
 @pytest.mark.parametrize("backend", BACKENDS)
 @given(case=model_cases())
 def test_logits_do_not_depend_on_later_tokens(backend: str, case: ModelCase) -> None:
@@ -112,6 +119,7 @@ def test_logits_do_not_depend_on_later_tokens(backend: str, case: ModelCase) -> 
         assert (before[:, -1] != after[:, -1]).any()
 
 
+@pytest.mark.reference("exact property")
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_fill_of_zero_leaks_later_tokens(backend: str) -> None:
     """The causality test can fail: the source text offers this fill as an exercise."""
@@ -123,6 +131,7 @@ def test_a_fill_of_zero_leaks_later_tokens(backend: str) -> None:
     assert (before[:, :-1] != after[:, :-1]).any()
 
 
+@pytest.mark.reference("exact property")
 @pytest.mark.parametrize("backend", BACKENDS)
 @given(case=model_cases())
 def test_rows_of_unused_tokens_have_no_gradient(backend: str, case: ModelCase) -> None:
@@ -131,6 +140,7 @@ def test_rows_of_unused_tokens_have_no_gradient(backend: str, case: ModelCase) -
     assert not t.parameters["embedding.embedding.weight"][unused].any()
 
 
+@pytest.mark.reference("exact property")
 @pytest.mark.parametrize("backend", BACKENDS)
 @given(case=model_cases())
 def test_backward_twice_gives_twice_the_gradient(backend: str, case: ModelCase) -> None:
@@ -143,6 +153,7 @@ def test_backward_twice_gives_twice_the_gradient(backend: str, case: ModelCase) 
         np.testing.assert_array_equal(np.asarray(parameter.grad), 2.0 * once[name], err_msg=name)
 
 
+@pytest.mark.reference("exact property")
 @pytest.mark.parametrize("backend", BACKENDS)
 @given(case=model_cases())
 def test_a_batch_is_the_mean_of_its_rows(backend: str, case: ModelCase) -> None:
@@ -158,6 +169,7 @@ def test_a_batch_is_the_mean_of_its_rows(backend: str, case: ModelCase) -> None:
         assert error <= 2.0 * tolerance.whole, name
 
 
+@pytest.mark.reference("exact property")
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_dtype_is_kept_in_every_value_gradient_and_moment(backend: str, dtype: str) -> None:

@@ -30,6 +30,12 @@ UNITS = {np.float32: FLOAT32, np.float64: FLOAT64}
 COMPLEX_STEP = 2.0**-100
 PERTURBED_ELEMENTS = 60
 
+# The kind of reference of a test: tests of different kinds are independent evidence.
+other_backend = pytest.mark.reference("other backend")
+a_priori_bound = pytest.mark.reference("a priori bound")
+complex_steps = pytest.mark.reference("complex step")
+exact_property = pytest.mark.reference("exact property")
+
 every_row = pytest.mark.parametrize("row", ROWS, ids=lambda row: row.id)
 
 
@@ -101,6 +107,7 @@ def test_the_registry_and_the_table_of_rounding_name_the_same_operations() -> No
     assert len(BY_ID) == len(ROWS)
 
 
+@other_backend
 @every_row
 @given(st.data())
 def test_forward(row: Row, data: st.DataObject) -> None:
@@ -114,6 +121,13 @@ def test_forward(row: Row, data: st.DataObject) -> None:
     assert theirs.dtype == out.dtype == np.float64
     assert_within(out.data, theirs, 2.0 * ours, "numpy against torch in float64")
 
+
+@a_priori_bound
+@every_row
+@given(st.data())
+def test_forward_in_float32(row: Row, data: st.DataObject) -> None:
+    """Both backends in float32 against the NumPy twin in float64, on numbers that both hold."""
+    example, others = arguments(row, data)
     single = example.arrays(np.float32)
     _, reference = run_numpy(row, [a.astype(np.float64) for a in single], others)
     allowed = forward_bound(row, reference, FLOAT32) + forward_bound(row, reference, FLOAT64)
@@ -126,6 +140,7 @@ def test_forward(row: Row, data: st.DataObject) -> None:
         assert_within(candidate, reference.data, allowed, f"{backend} in float32")
 
 
+@other_backend
 @every_row
 @given(st.data())
 def test_vjp(row: Row, data: st.DataObject) -> None:
@@ -141,6 +156,13 @@ def test_vjp(row: Row, data: st.DataObject) -> None:
         what = f"gradient {i}, numpy against torch in float64"
         assert_within(leaf.grad, theirs[i], 2.0 * allowed[i], what)
 
+
+@a_priori_bound
+@every_row
+@given(st.data())
+def test_vjp_in_float32(row: Row, data: st.DataObject) -> None:
+    """Both backends in float32 against the NumPy closures in float64."""
+    example, others = arguments(row, data)
     single = example.arrays(np.float32)
     references, reference = run_numpy(row, [a.astype(np.float64) for a in single], others)
     leaves, out = run_numpy(row, single, others)
@@ -199,22 +221,26 @@ def check_against_complex_step(row: Row, example: Example) -> None:
         assert_within(closure, numeric, allowed, f"gradient {i} against the complex step")
 
 
+@complex_steps
 @every_row
 @given(st.data())
 def test_vjp_against_complex_step(row: Row, data: st.DataObject) -> None:
     check_against_complex_step(row, arguments(row, data)[0])
 
 
+@complex_steps
 @given(BY_ID["tril"].inputs)
 def test_tril_gradient_against_complex_step(example: Example) -> None:
     check_against_complex_step(BY_ID["Tril"], example)
 
 
+@complex_steps
 @given(BY_ID["gelu"].inputs)
 def test_gelu_gradient_against_complex_step(example: Example) -> None:
     check_against_complex_step(BY_ID["GELU"], example)
 
 
+@other_backend
 @given(BY_ID["tril"].inputs)
 def test_tril_gradient_against_torch(example: Example) -> None:
     """Independent of the table: the gradient is the cotangent under `torch.tril`, to the bit."""
@@ -229,6 +255,7 @@ def test_tril_gradient_against_torch(example: Example) -> None:
     np.testing.assert_array_equal(leaf.grad, torch.tril(torch.tensor(g.copy())).numpy())
 
 
+@other_backend
 @given(st.integers(0, 2**32 - 1), st.integers(1, 20))
 def test_gelu_gradient_against_torch(seed: int, size: int) -> None:
     """In the range of activations, against autograd through the formula written out in torch."""
@@ -247,6 +274,7 @@ def test_gelu_gradient_against_torch(seed: int, size: int) -> None:
     assert_within(leaf.grad, twin.grad.numpy(), allowed, "closure against F.gelu")
 
 
+@exact_property
 @every_row
 @given(st.data())
 def test_exact_properties_of_the_vjp(row: Row, data: st.DataObject) -> None:
@@ -286,6 +314,7 @@ def test_exact_properties_of_the_vjp(row: Row, data: st.DataObject) -> None:
             assert not np.shares_memory(a, b)
 
 
+@other_backend
 @given(examples(reduced()))
 def test_mean(example: Example) -> None:
     """A sum and a division; its gradient is one division."""
@@ -320,6 +349,7 @@ FAN_OUT = {
 }
 
 
+@other_backend
 @pytest.mark.parametrize("expression", FAN_OUT)
 @given(st.integers(1, 2), st.integers(1, 5), st.integers(1, 5), st.integers(0, 2**32 - 1))
 def test_a_tensor_used_several_times_gets_the_total_derivative(
@@ -336,6 +366,7 @@ def test_a_tensor_used_several_times_gets_the_total_derivative(
     np.testing.assert_array_equal(leaf.grad, twin.grad.numpy())
 
 
+@exact_property
 @pytest.mark.parametrize("dtype", UNITS)
 @given(st.data())
 def test_gelu_gradient_is_finite_for_every_finite_x(dtype: Any, data: st.DataObject) -> None:

@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 
 from gpt_parity.sampling import sample
 
+pytestmark = pytest.mark.reference("by hand")
+
 TOP = math.nextafter(1.0, 0.0)
 
 finite = st.floats(-50.0, 50.0)
@@ -53,6 +55,7 @@ def test_inverts_the_cumulative_sum(
     assert math.fsum(p[:found]) - hair <= uniform <= math.fsum(p[: found + 1]) + hair
 
 
+@pytest.mark.reference("exact property")
 @given(st.integers(0, 4), st.data())
 def test_equal_logits_share_the_unit_interval_exactly(power: int, data: st.DataObject) -> None:
     size = 2**power
@@ -61,6 +64,7 @@ def test_equal_logits_share_the_unit_interval_exactly(power: int, data: st.DataO
     assert sample(padded, 1.0, None, uniform) == 1 + math.floor(uniform * size)
 
 
+@pytest.mark.reference("exact property")
 @pytest.mark.parametrize(("uniform", "expected"), [(0.0, 1), (0.5, 3), (TOP, 3)])
 def test_ids_of_probability_zero_are_never_returned(uniform: float, expected: int) -> None:
     minus = -math.inf
@@ -70,11 +74,13 @@ def test_ids_of_probability_zero_are_never_returned(uniform: float, expected: in
     assert sample([minus, 0.0, minus, 0.0, minus], 1.0, 5, uniform) == expected
 
 
+@pytest.mark.reference("exact property")
 @given(st.lists(finite, min_size=1, max_size=12))
 def test_top_of_the_unit_interval_stays_inside(logits: list[float]) -> None:
     assert 0 <= sample(logits, 1.0, None, TOP) < len(logits)
 
 
+@pytest.mark.reference("exact property")
 @given(logit_lists, temperatures, top_ks, uniforms, uniforms)
 def test_a_larger_number_never_gives_a_lower_id(
     logits: list[float], temperature: float, top_k: int | None, a: float, b: float
@@ -83,6 +89,7 @@ def test_a_larger_number_never_gives_a_lower_id(
     assert sample(logits, temperature, top_k, low) <= sample(logits, temperature, top_k, high)
 
 
+@pytest.mark.reference("exact property")
 @given(st.lists(st.integers(-20, 20), min_size=1, max_size=12), st.integers(-9999, 9999), uniforms)
 def test_adding_a_constant_to_all_logits_changes_nothing(
     logits: list[int], constant: int, uniform: float
@@ -119,6 +126,7 @@ def test_temperature_zero_is_the_first_of_the_largest(
     assert sample(logits, temperature, top_k, uniform) == logits.index(max(logits))
 
 
+@pytest.mark.reference("exact property")
 @pytest.mark.parametrize("temperature", [0.0, 1e-4, 1e-38, np.float32(1e-38), 5e-324])
 @pytest.mark.parametrize("dtype", [np.float32, np.float64, np.int64])
 def test_small_temperatures_are_greedy_without_a_warning(temperature: float, dtype: type) -> None:
@@ -128,6 +136,7 @@ def test_small_temperatures_are_greedy_without_a_warning(temperature: float, dty
             assert sample(np.array([1, 3, 2], dtype), temperature, None, uniform) == 1
 
 
+@pytest.mark.reference("exact property")
 def test_huge_logits_overflow_nowhere() -> None:
     with np.errstate(all="raise"):
         assert sample([-1.7e308, 1.7e308], 1.0, None, 0.0) == 1
@@ -135,6 +144,7 @@ def test_huge_logits_overflow_nowhere() -> None:
         assert sample([1e308, 1e308], 1e308, None, 0.75) == 1
 
 
+@pytest.mark.reference("exact property")
 def test_infinite_temperature_is_uniform_over_the_candidates() -> None:
     logits = [1.0, -math.inf, 3.0, 2.0, 2.5]
     assert [sample(logits, math.inf, None, u) for u in (0, 0.25, 0.5, 0.75)] == [0, 2, 3, 4]

@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 
 from gpt_parity.schedule import WarmupCosineScheduler
 
+pytestmark = pytest.mark.reference("by hand")
+
 # max 1e-3, 10 steps, 4 of warm-up, min 1e-4: after the warm-up 1e-4 + 4.5e-4 (1 + cos(k pi / 6)),
 # with cos(pi / 6) = sqrt(3) / 2 = 0.86602540378443864676.
 TABLE = [
@@ -61,6 +63,7 @@ def test_degenerate_step_counts(total: int, warmup: int, expected: list[float]) 
     assert all(map(lambda a, b: math.isclose(a, b, rel_tol=1e-15), found, expected)), found
 
 
+@pytest.mark.reference("other backend")
 @given(
     total=st.integers(0, 60),
     warmup=st.integers(0, 60),
@@ -93,6 +96,7 @@ def test_lambda_lr_sets_the_same_rates(
         reference.step()
 
 
+@pytest.mark.reference("exact property")
 @given(schedulers(), st.integers(0, 10**30))
 def test_values_stay_above_zero_and_at_most_max_lr(
     scheduler: WarmupCosineScheduler, far: int
@@ -101,6 +105,7 @@ def test_values_stay_above_zero_and_at_most_max_lr(
         assert 0 < scheduler(step) <= scheduler.max_lr, step
 
 
+@pytest.mark.reference("exact property")
 def test_rounding_never_lifts_a_value_above_max_lr() -> None:
     ulp = 2.0**-52
     low, high = 1.5 * ulp, 1.0 + 3.0 * ulp
@@ -108,6 +113,7 @@ def test_rounding_never_lifts_a_value_above_max_lr() -> None:
     assert WarmupCosineScheduler(high, 10, 0, low)(0) == high
 
 
+@pytest.mark.reference("exact property")
 @given(schedulers())
 def test_rises_strictly_through_the_warmup_to_exactly_max_lr(
     scheduler: WarmupCosineScheduler,
@@ -117,6 +123,7 @@ def test_rises_strictly_through_the_warmup_to_exactly_max_lr(
     assert values[-1:] in ([], [scheduler.max_lr])
 
 
+@pytest.mark.reference("exact property")
 @given(schedulers())
 def test_never_rises_after_the_warmup_and_stays_at_min_lr(
     scheduler: WarmupCosineScheduler,

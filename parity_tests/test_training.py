@@ -20,6 +20,8 @@ from gpt_parity.training import GPTTrainer, stream
 from gpt_parity.weights import get_weights, load_checkpoint, named_parameters, save_checkpoint
 from numpy_impl import Tensor, tape
 
+pytestmark = pytest.mark.reference("by hand")
+
 TEXT = (
     "The tape remembers what was computed, and walks it backwards; each closure returns its "
     "part.\nWho adds them up twice is wrong by two, who forgets one is wrong by it.\n"
@@ -177,6 +179,7 @@ def flags() -> tuple[bool, bool, dict[str, str]]:
     return tape.is_grad_enabled(), torch.is_grad_enabled(), np.geterr()
 
 
+@pytest.mark.reference("exact property")
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("failing", [False, True])
 def test_modes_and_flags_are_restored(backend: str, failing: bool) -> None:
@@ -200,6 +203,7 @@ def test_modes_and_flags_are_restored(backend: str, failing: bool) -> None:
         assert (modes(trainer.model), flags()) == (before, flags_before)
 
 
+@pytest.mark.reference("exact property")
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_each_phase_has_its_own_mode_and_records_no_graph(backend: str) -> None:
     trainer, dataset = build(backend)
@@ -222,6 +226,7 @@ def test_each_phase_has_its_own_mode_and_records_no_graph(backend: str) -> None:
     assert seen["graph"] == [True] + [False] * (tests + 2)
 
 
+@pytest.mark.reference("exact property")
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_stream_changes_nothing_between_its_characters(backend: str) -> None:
     trainer, dataset = build(backend)
@@ -237,6 +242,7 @@ def test_a_stream_changes_nothing_between_its_characters(backend: str) -> None:
     assert (modes(trainer.model), flags()) == before
 
 
+@pytest.mark.reference("exact property")
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("where", ["embedding.embedding.weight", "output.output.bias"])
 @pytest.mark.parametrize("value", [math.nan, math.inf, 1e200])
@@ -306,6 +312,7 @@ def test_the_model_itself_refuses_more_than_its_context(backend: str) -> None:
         trainer.model(np.zeros((1, 9), int))
 
 
+@pytest.mark.reference("exact property")
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_one_uniform_number_per_character(backend: str) -> None:
     """A stream's text is a prefix of a longer one's, and is drawn as RandomState draws."""
@@ -322,6 +329,7 @@ def test_one_uniform_number_per_character(backend: str) -> None:
     assert long != trainer.generate(dataset, "Who", 12, seed=6)
 
 
+@pytest.mark.reference("other backend")
 def test_the_same_text_on_both_backends_from_one_checkpoint(tmp_path: Any) -> None:
     trainer, dataset = build("numpy")
     trainer.train(dataset, 2, lambda step: 1e-2)

@@ -28,6 +28,8 @@ from gpt_parity.weights import (
     set_weights,
 )
 
+pytestmark = pytest.mark.reference("by hand")
+
 CONFIG = GPTConfig(vocab_size=7, context_size=5, embedding_size=4, blocks=1)
 VOCABULARY = "\n abcdé"
 WAYS = list(itertools.product(BACKENDS, BACKENDS))
@@ -73,6 +75,7 @@ def save_trained(path: Path, trainer: GPTTrainer, **options: Any) -> Path:
     return path
 
 
+@pytest.mark.reference("exact property")
 @given(
     vocab=st.integers(1, 9), context=st.integers(1, 7), width=st.integers(1, 6),
     blocks=st.integers(1, 3), dtype=st.sampled_from(DTYPES),
@@ -98,6 +101,7 @@ def test_names_shapes_and_count_are_those_of_the_config(backend: str) -> None:
     assert GPTConfig(65).parameter_count() == 84_929  # the source text's model
 
 
+@pytest.mark.reference("exact property")
 @pytest.mark.parametrize("ways", WAYS)
 def test_models_share_nothing_after_a_copy(ways: tuple[str, str]) -> None:
     source, target = (build_model(b, CONFIG, seed=i, dtype="float64") for i, b in enumerate(ways))
@@ -113,6 +117,7 @@ def test_models_share_nothing_after_a_copy(ways: tuple[str, str]) -> None:
     assert same_bits(get_weights(source), before)
 
 
+@pytest.mark.reference("exact property")
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_arrays_share_nothing_with_the_model(backend: str) -> None:
     model = build_model(backend, CONFIG, dtype="float64")
@@ -212,6 +217,7 @@ def test_refusals_change_nothing(
     assert same_bits(get_weights(model), before)
 
 
+@pytest.mark.reference("exact property")
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_narrower_weights_are_widened_exactly(backend: str) -> None:
     arrays = random_arrays(CONFIG, "float32", 5)
@@ -257,6 +263,7 @@ def test_wrapped_models_exchange_plain_names(wrapper: str, tmp_path: Path) -> No
     assert same_bits(get_weights(plain), get_weights(other))
 
 
+@pytest.mark.reference("exact property")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("ways", WAYS)
 def test_checkpoints_round_trip_bitwise(ways: tuple[str, str], dtype: str, tmp_path: Path) -> None:
@@ -278,6 +285,7 @@ def test_checkpoints_round_trip_bitwise(ways: tuple[str, str], dtype: str, tmp_p
             assert a.dtype == dtype and a.tobytes() == b.tobytes()
 
 
+@pytest.mark.reference("exact property")
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_training_goes_on_from_a_checkpoint_to_the_bit(backend: str, tmp_path: Path) -> None:
     straight, first = trained(backend, "float32"), trained(backend, "float32")

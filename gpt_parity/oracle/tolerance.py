@@ -106,9 +106,17 @@ def trace_tolerances(clean: Trace, noisy: list[Trace], unit: Unit) -> Tolerances
 def model_tolerances(
     model: Any, loss_fn: Any, tokens: np.ndarray, targets: np.ndarray, unit: Unit, seed: int = 0
 ) -> tuple[Trace, Tolerances]:
-    """Clean trace of a float64 NumPy model, and the tolerances for a candidate with `unit`."""
+    """Clean trace of a float64 NumPy model, and the tolerances for a candidate with `unit`.
+
+    Raises ValueError for a model of another dtype, RuntimeError for one that does not repeat
+    itself to the bit.
+    """
     if model.embedding.embedding.weight.dtype != np.float64:
         raise ValueError("tolerance: the reference model is not float64, needed float64")
-    clean = trace(model, loss_fn, tokens, targets)
+    clean, again = (trace(model, loss_fn, tokens, targets) for _ in range(2))
+    for name, gradient in clean.parameters.items():
+        # State that one pass leaves to the next would pass for rounding.
+        if not np.array_equal(gradient, again.parameters[name], equal_nan=True):
+            raise RuntimeError(f"reference: the gradient of {name} differs when computed again")
     noisy = noisy_runs(lambda a: trace(model, loss_fn, tokens, targets, a), unit, seed)
     return clean, trace_tolerances(clean, noisy, unit)

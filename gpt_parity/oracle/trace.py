@@ -40,6 +40,7 @@ class _Recorder(Observer):
     def __init__(self, names: dict[int, str], arithmetic: Observer | None) -> None:
         self.names, self.arithmetic = names, arithmetic
         self.tensors: dict[str, Any] = {}
+        self.values: dict[str, np.ndarray] = {}
         self.known: dict[int, str] = {}
         self.aliases: dict[str, str] = {}
         self.kept: dict[str, np.ndarray] = {}
@@ -77,6 +78,7 @@ class _Recorder(Observer):
             tensor.retain_grad()
             self.known[id(tensor)] = name
             self.tensors[name] = tensor
+            self.values[name] = _array(tensor)
         elif known != name:
             self.aliases[name] = known
 
@@ -87,7 +89,8 @@ def trace(
 ) -> Trace:  # fmt: skip
     """Run forward and backward once, recording every entry; parameters end without gradients.
 
-    `arithmetic` is one more observer for the NumPy twin, such as Monte Carlo arithmetic.
+    `arithmetic` is one more observer for the NumPy twin, such as Monte Carlo arithmetic. Raises
+    RuntimeError where a value changed between forward and backward.
     """
     recorder = _Recorder({id(m): name for name, m in model.named_modules()}, arithmetic)
     for parameter in model.parameters():
@@ -104,12 +107,15 @@ def trace(
         with observe(recorder):
             loss = loss_fn(model(tokens), targets)
             loss.backward()
+    for name, value in recorder.values.items():
+        if not np.array_equal(value, _array(recorder.tensors[name]), equal_nan=True):
+            raise RuntimeError(f"trace: {name} was written to after it was computed")
     parameters = {name: _array(p.grad) for name, p in model.named_parameters()}
     for parameter in model.parameters():
         parameter.grad = None
     return Trace(
         loss=_array(loss),
-        values={name: _array(t) for name, t in recorder.tensors.items()},
+        values=recorder.values,
         gradients={name: _array(t.grad) for name, t in recorder.tensors.items()},
         parameters=parameters,
         aliases=recorder.aliases,
