@@ -37,7 +37,8 @@ def load_backend(name: str) -> ModuleType:
             reason = " ".join(str(error).split())
             raise MissingBackendError(
                 f"backend 'torch' needs PyTorch, which cannot be imported ({reason}); install it "
-                'with: python -m pip install -c constraints.txt -e ".[torch]"'
+                'with: python -m pip install -c constraints.txt -e ".[torch]" (in a checkout), or '
+                "python -m pip install torch"
             ) from error
     return importlib.import_module(f"{name}_impl")
 

@@ -9,21 +9,34 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from types import FrameType
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import App, CycloptsError, Parameter
+from rich.console import Console
 
 from gpt_parity.backends import MissingBackendError, thread_limit
 from gpt_parity.config import GenerateConfig, TrainConfig, VerifyConfig
 from gpt_parity.provenance import package_version
+
+if TYPE_CHECKING:
+    from gpt_parity.oracle.report import Verification
 
 USER_ERRORS = (
     CycloptsError, ValueError, TypeError, OSError, FloatingPointError, MemoryError,
     MissingBackendError,
 )  # fmt: skip
 
+
+class PipeConsole(Console):
+    """A console that leaves a closed pipe to `run_app`, which knows the exit code."""
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError
+
+
 app = App(
     name="gpt-parity",
+    console=PipeConsole(),
     help="Two GPTs that must agree, one in NumPy and one in PyTorch.",
     help_format="plaintext",
     version=lambda: f"gpt-parity {package_version()}",
@@ -64,15 +77,24 @@ def verify(*, config: Annotated[VerifyConfig | None, Parameter(name="*")] = None
     """
     config = config or VerifyConfig()
     with thread_limit(1, "numpy"):
-        from rich.console import Console
-
         from gpt_parity.files import write_atomically
         from gpt_parity.verify import verify as run
 
-        verification = run(config)
+        console = PipeConsole()
+        waiting = PipeConsole(stderr=True).status(f"{config.steps} training steps in lockstep")
+
+        def on_pass(result: Verification) -> None:
+            result.print_pass(console)
+            if config.steps and sys.stderr is not None and sys.stderr.isatty():
+                waiting.start()
+
+        try:
+            verification = run(config, on_pass)
+        finally:
+            waiting.stop()
+        verification.print_verdict(console)
         if config.json is not None:
             write_atomically(config.json, verification.json())
-        verification.print(Console())
         return 0 if verification.ok else 1
 
 
@@ -82,6 +104,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     A mistake of the user is one line on stderr. 130 after SIGINT, 143 after SIGTERM; a reader
     that closed the pipe ends the command without a word (141).
     """
+    return run_app(app, argv)
+
+
+def run_app(app: App, argv: Sequence[str] | None = None) -> int:
+    """Run an app under the conventions of `main`; scripts with flags of their own use it too."""
     try:
         with _terminated_by_sigterm(), _utf8_output():
             result = app(
@@ -123,6 +150,8 @@ def _terminated_by_sigterm() -> Iterator[None]:
 @contextmanager
 def _utf8_output() -> Iterator[None]:
     """Write UTF-8 whatever the locale says: texts hold any character."""
+    if sys.stdout is None:  # closed by the caller
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 (stays open)
     stdout = sys.stdout
     encoding, errors = getattr(stdout, "encoding", None), getattr(stdout, "errors", None)
     if not hasattr(stdout, "reconfigure"):

@@ -110,7 +110,7 @@ class TrainConfig:
     max_norm: float = 1.0
     """Largest gradient norm, longer gradients are scaled down to it; inf never scales."""
     eval_every: int | None = None
-    """Steps between validation losses, each with a checkpoint; without it only at the end."""
+    """Steps between validation losses (on the test part) with a checkpoint; else only at the end."""
     log_every: int = 100
     """Steps between two lines of metrics.jsonl; the loss in a line is the mean over its steps."""
     sample_tokens: int = 300
@@ -171,7 +171,7 @@ class GenerateConfig:
     checkpoint: Path
     """Folder of a run, or a checkpoint file."""
     prompt: str
-    """Text to continue; the model sees its last characters, as many as fit its context."""
+    """Text to continue, of which the model sees the end; give one with a dash as --prompt=-TEXT."""
     backend: Backend = "numpy"
     """Which implementation computes the logits."""
     tokens: int = 200
@@ -213,7 +213,7 @@ class VerifyConfig:
     steps: int = 200
     """Training steps in lockstep; 0 compares one pass only."""
     seed: int = 42
-    """Seed of the initial weights."""
+    """Seed of the initial weights; without effect on those of a checkpoint."""
     json: Path | None = None
     """Also write every figure to this file."""
     processes: int = 2
@@ -222,6 +222,8 @@ class VerifyConfig:
     def __post_init__(self) -> None:
         require_integer("steps", self.steps, 0)
         require_integer("processes", self.processes, 1)
+        if self.json is not None and (self.json.is_dir() or not self.json.parent.is_dir()):
+            raise ValueError(f"json is {self.json}, a file in a folder that exists is needed")
         if require_integer("seed", self.seed, 0) >= 2**32:
             raise ValueError(f"seed is {self.seed}, less than 2**32 is needed")
 

@@ -146,7 +146,8 @@ def read_corpus(path: Path | None = None) -> Corpus:
         data = path.read_bytes()
     except (OSError, ValueError) as error:  # ValueError: a NUL in the path
         reason = getattr(error, "strerror", None) or error
-        raise ValueError(f"{path}: cannot be read, {reason}") from error
+        hint = "; scripts/fetch_data.py downloads it" if path.name == TINYSHAKESPEARE_NAME else ""
+        raise ValueError(f"{path}: cannot be read, {reason}{hint}") from error
     try:
         text = data.decode("utf-8")
     except UnicodeDecodeError as error:

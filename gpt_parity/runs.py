@@ -42,9 +42,12 @@ def train(config: TrainConfig) -> int:
     """
     backend = load_backend(config.backend)
     corpus = read_corpus(config.data)
-    dataset = CharDataset(
-        corpus.text, context_size=config.context_size, batch_size=config.batch_size
-    )
+    try:
+        dataset = CharDataset(
+            corpus.text, context_size=config.context_size, batch_size=config.batch_size
+        )
+    except ValueError as error:
+        raise ValueError(f"{corpus.name}: {error}") from error
     steps = config.epochs * dataset.batch_count("train")
     steps = min(steps, config.max_steps or steps)
     scheduler = WarmupCosineScheduler(

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import multiprocessing
+import signal
+import threading
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -36,31 +40,53 @@ class Subject:
     at_initialisation: bool
 
 
-def verify(config: VerifyConfig) -> Verification:
+def verify(
+    config: VerifyConfig, on_pass: Callable[[Verification], None] = lambda result: None
+) -> Verification:
     """Compare both twins on one batch in both dtypes, three ways, then in lockstep.
 
-    Raises ValueError for a text or checkpoint that does not do, MissingBackendError without
-    PyTorch.
+    `on_pass` is called with what is known before training. Raises ValueError for a text or
+    checkpoint that does not do, MissingBackendError without PyTorch.
     """
     subject = _subject(config)
     setting = _lockstep_setting(config, subject)
+
+    def passes() -> Verification:
+        result = _verification(config, subject)
+        on_pass(result)
+        return result
+
     if config.steps == 0 or config.processes == 1:
         with thread_limit(1, "torch"):
             runs = (free_float64, common_state_float32) if config.steps else ()
-            return _verification(config, subject, [run(setting) for run in runs])
+            return replace(passes(), lockstep=[run(setting) for run in runs])
     # A fresh process, since PyTorch's threads do not survive a fork; it starts before PyTorch is
     # imported here, so that the two imports go side by side.
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, mp_context=context) as pool:
-        float32 = pool.submit(_common_state_float32, setting)
+        with _interrupts_ignored():
+            float32 = pool.submit(_common_state_float32, setting)
         try:
             with thread_limit(1, "torch"):
-                partial = _verification(config, subject, [free_float64(setting)])
-            return replace(partial, lockstep=[*partial.lockstep, float32.result()])
+                result, float64 = passes(), free_float64(setting)
+            return replace(result, lockstep=[float64, float32.result()])
         except BaseException:
             for process in multiprocessing.active_children():
                 process.terminate()
             raise
+
+
+@contextmanager
+def _interrupts_ignored() -> Iterator[None]:
+    """A process started in the block leaves Ctrl-C to this one, which ends it."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _common_state_float32(setting: Setting) -> Outcome:
@@ -85,9 +111,18 @@ def _subject(config: VerifyConfig) -> Subject:
 
 
 def _dataset(corpus: Corpus, context_size: int, tokenizer: CharTokenizer | None) -> CharDataset:
-    return CharDataset(
-        corpus.text, context_size=context_size, batch_size=BATCH_SIZE, tokenizer=tokenizer
-    )
+    try:
+        dataset = CharDataset(
+            corpus.text, context_size=context_size, batch_size=BATCH_SIZE, tokenizer=tokenizer
+        )
+    except ValueError as error:
+        raise ValueError(f"{corpus.name}: {error}") from error
+    if dataset.vocab_size < 2:
+        raise ValueError(
+            f"{corpus.name}: has one distinct character, at least 2 are needed (with one, the loss "
+            "and all gradients are 0)"
+        )
+    return dataset
 
 
 def _lockstep_setting(config: VerifyConfig, subject: Subject) -> Setting:
@@ -103,7 +138,7 @@ def _lockstep_setting(config: VerifyConfig, subject: Subject) -> Setting:
     )  # fmt: skip
 
 
-def _verification(config: VerifyConfig, subject: Subject, lockstep: list[Outcome]) -> Verification:
+def _verification(config: VerifyConfig, subject: Subject) -> Verification:
     tokens, targets = subject.dataset.batch("train", 0)
 
     def build(backend: str, dtype: str):
@@ -130,4 +165,4 @@ def _verification(config: VerifyConfig, subject: Subject, lockstep: list[Outcome
             votes = complex_step_votes(
                 complex_model, loss_fn, tokens, targets, clean, candidate, allowed
             )
-    return Verification(subject.config, subject.corpus, config, slips, reports, votes, lockstep)
+    return Verification(subject.config, subject.corpus, config, slips, reports, votes, [])

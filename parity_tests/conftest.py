@@ -26,9 +26,10 @@ register("quick", hypothesis.settings.get_profile("default"), max_examples=25)
 register("nightly", max_examples=5000, deadline=None, print_blob=True)
 # For planted bugs: a failure is enough, its smallest example is not needed.
 register(
-    "power", hypothesis.settings.get_profile("quick"), report_multiple_bugs=False,
+    "power", hypothesis.settings.get_profile("default"), report_multiple_bugs=False,
     phases=(hypothesis.Phase.explicit, hypothesis.Phase.generate),
 )  # fmt: skip
+register("power-short", hypothesis.settings.get_profile("power"), max_examples=10)
 hypothesis.settings.load_profile("default")
 
 

@@ -305,9 +305,9 @@ BAD_TRAINING: list[tuple[list[str], str]] = [
     (["--data", "empty.txt"], "empty.txt: holds no text"),
     (
         ["--data", "short.txt", "--batch-size", "1"],
-        "test split has 2 characters of the 20 of the text, at least 9",
+        "short.txt: test split has 2 characters of the 20 of the text, at least 9",
     ),
-    (["--batch-size", "1000"], "train split has"),
+    (["--batch-size", "1000"], "text.txt: train split has"),
     (["--batch-size", "0"], "batch_size is 0, at least 1 is needed"),
     (["--context-size", "-3"], "context_size is -3, at least 1 is needed"),
     (["--embedding-size", "0"], "embedding_size is 0"),
@@ -400,14 +400,17 @@ def test_missing_torch_says_how_to_install_it() -> None:
         assert (process.returncode, out) == (2, b"")
         lines = err.decode().splitlines()
         assert len(lines) == 1 and lines[0].startswith("gpt-parity: error: backend 'torch' needs ")
-        assert lines[0].endswith('python -m pip install -c constraints.txt -e ".[torch]"')
+        assert 'python -m pip install -c constraints.txt -e ".[torch]" (in a checkout)' in lines[0]
     assert not Path("runs").exists()
 
 
 # --- help, scripts, imports -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("name", "config"), [("train", TrainConfig), ("generate", GenerateConfig)])
+@pytest.mark.parametrize(
+    ("name", "config"),
+    [("train", TrainConfig), ("generate", GenerateConfig), ("verify", VerifyConfig)],
+)
 def test_help_explains_every_flag(
     name: str, config: type, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -144,7 +144,7 @@ def test_two_processes_give_what_one_gives(text: Path) -> None:
         (["--steps", "many"], "many"),
         (["--processes", "0"], "processes"),
         (["--checkpoint", "nowhere"], "nowhere"),
-        (["--json", "nowhere/v.json", "--steps", "0", "--processes", "1"], "nowhere/v.json"),
+        (["--json", "nowhere/v.json"], "nowhere/v.json"),
         (["--sted", "1"], "--sted"),
     ],
 )
@@ -166,6 +166,25 @@ def test_an_invalid_text_and_a_foreign_checkpoint(text: Path, tmp_path: Path, ca
     save_checkpoint(path, build_model("numpy", config), config=config, vocabulary="abc")
     assert cli.main(["verify", "--data", str(text), "--checkpoint", str(path)]) == 2
     assert "vocabulary" in capsys.readouterr().err
+
+
+def test_a_text_of_one_character_cannot_be_verified(tmp_path: Path, capsys) -> None:
+    (tmp_path / "a.txt").write_text("a" * 4000)
+    assert cli.main(["verify", "--data", str(tmp_path / "a.txt")]) == 2
+    assert "a.txt: has one distinct character" in capsys.readouterr().err
+
+
+def test_a_reader_that_goes_away_ends_the_run_quietly(text: Path) -> None:
+    """The exit code of a broken pipe is not that of a difference."""
+    code = "import sys; from gpt_parity.cli import main; sys.exit(main(sys.argv[1:]))"
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, "verify", "--data", str(text), "--steps", "0"],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    process.stdout.close()
+    assert process.stderr.read() == b""
+    process.stderr.close()
+    assert process.wait() == 141
 
 
 def test_without_torch_one_line_says_how_to_install_it(text: Path, tmp_path: Path) -> None:

@@ -6,12 +6,14 @@ import sys
 from collections import defaultdict
 from pathlib import Path
 
-import cyclopts
 import numpy as np
+from cyclopts import App
 from rich.progress import track
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from gpt_parity.cli import run_app
+from gpt_parity.schedule import require_integer
 from parity_tests.models import judge, random_case
 
 CANDIDATES = (("torch", "float64"), ("torch", "float32"), ("numpy", "float32"))
@@ -29,7 +31,8 @@ def false_alarms(models: int = 300, seed: int = 0) -> int:
     seed
         Seed of the draws.
     """
-    rng = np.random.default_rng(seed)
+    require_integer("models", models, 1)
+    rng = np.random.default_rng(require_integer("seed", seed, 0))
     alarms: dict[tuple[str, str], int] = defaultdict(int)
     ratios: dict[tuple[str, str], list[float]] = defaultdict(list)
     for _ in track(range(models), description="models"):
@@ -50,4 +53,6 @@ def false_alarms(models: int = 300, seed: int = 0) -> int:
 
 
 if __name__ == "__main__":
-    cyclopts.run(false_alarms)
+    app = App(help_format="plaintext", version_flags=[])
+    app.default(false_alarms)
+    sys.exit(run_app(app))

@@ -12,9 +12,10 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import cyclopts
+from cyclopts import App
 from rich.progress import track
 
+from gpt_parity.cli import run_app
 from gpt_parity.files import write_atomically
 from gpt_parity.provenance import provenance
 from parity_tests.planted import power
@@ -46,7 +47,8 @@ def main(
         Also write every finding to this file.
     """
     bugs = [bug for bug in power.ALL_BUGS if only in bug.name]
-    found = power.examine_all(bugs, "power", None if full else 2, processes)
+    profile, enough = ("power", None) if full else ("power-short", 2)
+    found = power.examine_all(bugs, profile, enough, processes)
     findings = list(track(found, total=len(bugs), description="bugs"))
     clean = power.clean_ratio(models, seed=1)
     lines, ok = summary(findings, clean, models)
@@ -113,4 +115,6 @@ def as_json(findings: list[Finding], clean: float) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    sys.exit(cyclopts.run(main))
+    app = App(help_format="plaintext", version_flags=[])
+    app.default(main)
+    sys.exit(run_app(app))

@@ -72,10 +72,15 @@ class Verification:
         if not self.sees_slips:
             return "FAIL: the comparer missed a planted slip, so its judgement counts for nothing."
         if self.ok:
-            steps = "".join(f", {o.steps} training steps in {o.dtype}" for o in self.lockstep)
+            tensors = len(self.reports["torch", "float64"].judgements)
+            training = (
+                f" and in {self.lockstep[0].steps} training steps in float64 and float32"
+                if self.lockstep else ""
+            )  # fmt: skip
             return (
-                f"PASS: numpy_impl and torch_impl agree in {len(judgements)} comparisons{steps}; "
-                f"worst {worst.ratio:.3f} of tolerance ({worst.kind} {worst.name})."
+                f"PASS: numpy_impl and torch_impl agree in {tensors} tensors of one pass in "
+                f"float64 and float32{training}; worst {worst.ratio:.3f} of tolerance "
+                f"({worst.kind} {worst.name})."
             )
         for (backend, dtype), report in self.reports.items():
             if report.first is not None:
@@ -89,35 +94,37 @@ class Verification:
             f"FAIL: training leaves the tolerance in {worst.kind} {worst.name}, {_describe(worst)}."
         )
 
-    def print(self, console: Console) -> None:
-        """Slips, the table of tensors, the table of training, the verdict."""
-
-        def line(text: str, style: str = "") -> None:
-            console.print(text, style=style, highlight=False, markup=False, soft_wrap=True)
-
+    def print_pass(self, console: Console) -> None:
+        """The text, the slips, and the table of tensors."""
         absent = (
             "data/tinyshakespeare.txt is absent, verified on " if self.corpus.is_fallback else ""
         )
-        line(
+        _line(
+            console,
             f"{absent}{self.corpus.name}: {len(self.corpus.text):,} characters, vocabulary "
             f"{self.model.vocab_size}, {self.model.parameter_count():,} parameters, "
-            f"sha256 {self.corpus.sha256[:16]}"
+            f"sha256 {self.corpus.sha256[:16]}",
         )
         for dtype, sightings in self.slips.items():
             for s in sightings:
-                line(
+                _line(
+                    console,
                     f"{dtype} slip {'seen' if s.ok else 'MISSED'}: {s.description}, "
-                    f"{s.ratio:.3g} tolerances (needed {VISIBLE:g})"
+                    f"{s.ratio:.3g} tolerances (needed {VISIBLE:g})",
                 )
         console.print(self._tensor_table())
+
+    def print_verdict(self, console: Console) -> None:
+        """The table of training, the verdict, and what it was measured with."""
         if self.lockstep:
             console.print(self._training_table())
-        line(self.verdict(), style="green" if self.ok else "red")
+        _line(console, self.verdict(), style="green" if self.ok else "red")
         facts = provenance()
-        line(
+        _line(
+            console,
             f"{facts['command']}: numpy {facts['numpy']} ({facts['blas']}), torch "
             f"{facts.get('torch')}, Python {facts['python']}, {facts['machine']}, "
-            f"commit {(facts['commit'] or 'unknown')[:12]}"
+            f"commit {(facts['commit'] or 'unknown')[:12]}",
         )
 
     def _tensor_table(self) -> Table:
@@ -126,9 +133,9 @@ class Verification:
             title="Error in units of tolerance, the worse of both backends (vote: complex step)",
             title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0),
         )  # fmt: skip
-        table.add_column("tensor", no_wrap=True)
+        table.add_column("tensor", no_wrap=True, overflow="ellipsis")
         for column in ("value\nf64", "value\nf32", "grad\nf64", "grad\nf32", "vote"):
-            table.add_column(column, justify="right", no_wrap=True)
+            table.add_column(column, justify="right", no_wrap=True, min_width=5)
         votes = {(v.kind, v.name): max(v.closure, v.autograd) for v in self.votes}
 
         def ratio(dtype: str, kind: str, name: str) -> str:
@@ -191,6 +198,10 @@ class Verification:
             "provenance": provenance(),
         }  # fmt: skip
         return (json.dumps(_finite(content), indent=1, allow_nan=False) + "\n").encode()
+
+
+def _line(console: Console, text: str, style: str = "") -> None:
+    console.print(text, style=style, highlight=False, markup=False, soft_wrap=True)
 
 
 def _judgement(j: Judgement) -> dict[str, Any]:

@@ -46,9 +46,9 @@ def planted_slips(trace: Trace, dtype: str) -> Iterator[Slip]:
         gradients=_rounded(trace.gradients, dtype), parameters=_rounded(trace.parameters, dtype),
     )  # fmt: skip
     scaled = "transformers.0.feed_forward.input.weight"
-    longer = (trace.parameters[scaled] * 1.001).astype(dtype)
+    longer = (trace.parameters[scaled] * 1.01).astype(dtype)
     yield Slip(
-        "a gradient 0.1 % too long", PARAMETER, scaled,
+        "a gradient 1 % too long", PARAMETER, scaled,
         replace(trace, parameters={**trace.parameters, scaled: longer}),
     )  # fmt: skip
     square = "transformers.0.attention.output.weight"
@@ -59,9 +59,9 @@ def planted_slips(trace: Trace, dtype: str) -> Iterator[Slip]:
     )  # fmt: skip
     weights = "transformers.0.attention.softmax.output"
     value = trace.values[weights].copy()
-    value[-1, -1, 0] *= 1.01
+    value[-1, -1, value[-1, -1].argmax()] *= 1.01
     yield Slip(
-        "one attention weight of one position 1 % off", FORWARD, weights,
+        "the largest attention weight of one position 1 % off", FORWARD, weights,
         replace(trace, values={**trace.values, weights: value}),
     )  # fmt: skip
 

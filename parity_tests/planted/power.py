@@ -36,6 +36,13 @@ TESTS_OF = {
     "layers": ("layers", "operations", "model", "engine", "lockstep"),
     "gpt": ("model", "layers", "attention"),
 }
+# In tests that are parametrized by operation, only those of the operation at hand.
+OPERATION_OF = {
+    "__add__": "add", "__sub__": "sub", "__neg__": "neg", "__mul__": "mul", "__truediv__": "div",
+    "__matmul__": "matmul", "transpose": "transpose", "reshape": "reshape", "sum": "sum",
+    "gelu": "gelu", "softmax": "softmax", "tril": "tril", "linear": "linear",
+    "embedding": "embedding", "cross_entropy": "cross_entropy",
+}  # fmt: skip
 LOCALISED_CASES = 6
 SECONDS_PER_BUG = 240
 
@@ -112,7 +119,12 @@ def examine(bug: PlantedBug, profile: str, enough: int | None) -> Finding:
     collector = _Collector(enough)
     module = bug.place.partition(":")[0].rpartition(".")[2]
     files = [str(TESTS / f"test_{name}.py") for name in TESTS_OF.get(module, MODEL_TESTS)]
-    options = ["-q", "--assert=plain", "-p", "no:cacheprovider", f"--hypothesis-profile={profile}"]
+    operation = OPERATION_OF.get(bug.place.partition(":")[2].rpartition(".")[2])
+    options = []
+    if operation is not None:
+        others = " or ".join(f"test_{name}" for name in MODEL_TESTS[1:])
+        options = ["-k", f"{operation} or {others}"]
+    options += ["-q", "--assert=plain", "-p", "no:cacheprovider", f"--hypothesis-profile={profile}"]
     silence = io.StringIO()
     with contextlib.redirect_stdout(silence), contextlib.redirect_stderr(silence):
         try:
