@@ -110,7 +110,7 @@ class TrainConfig:
     max_norm: float = 1.0
     """Largest gradient norm, longer gradients are scaled down to it; inf never scales."""
     eval_every: int | None = None
-    """Steps between validation losses (on the test part) with a checkpoint; else only at the end."""
+    """Steps between validation losses (of the test part) with a checkpoint; else at the end."""
     log_every: int = 100
     """Steps between two lines of metrics.jsonl; the loss in a line is the mean over its steps."""
     sample_tokens: int = 300

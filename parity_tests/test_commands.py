@@ -20,7 +20,7 @@ import rich.style  # noqa: F401  (draws a random number when imported, once)
 from gpt_parity import runs
 from gpt_parity.backends import load_backend, thread_limit
 from gpt_parity.cli import main
-from gpt_parity.config import BACKENDS, GenerateConfig, GPTConfig, TrainConfig
+from gpt_parity.config import BACKENDS, GenerateConfig, GPTConfig, TrainConfig, VerifyConfig
 from gpt_parity.corpus import CharDataset
 from gpt_parity.provenance import command_line, provenance
 from gpt_parity.training import GPTTrainer
