@@ -171,7 +171,7 @@ class GenerateConfig:
     checkpoint: Path
     """Folder of a run, or a checkpoint file."""
     prompt: str
-    """Text to continue, of which the model sees the end; give one with a dash as --prompt=-TEXT."""
+    """Text to continue; the model sees its end. One with a dash first: --prompt=-TEXT."""
     backend: Backend = "numpy"
     """Which implementation computes the logits."""
     tokens: int = 200
