@@ -24,9 +24,9 @@ TESTS = Path(__file__).resolve().parent.parent
 ALL_BUGS = (*BUGS, *BLIND_BUGS)
 
 # Where a mistake in a module shows: its own tests first.
-MODEL_TESTS = ("operations", "model", "engine", "layers", "attention", "oracle")
+MODEL_TESTS = ("operations", "functional", "model", "engine", "layers", "attention", "oracle")
 TESTS_OF = {
-    "optim": ("lockstep", "layers", "training"),
+    "optim": ("optim", "lockstep", "training"),
     "corpus": ("corpus", "training"),
     "schedule": ("schedule", "training", "chapter_program"),
     "sampling": ("sampling", "training", "chapter_program"),

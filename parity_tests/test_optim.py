@@ -1,0 +1,268 @@
+"""AdamW and the clip of both twins: by hand, against each other, and their errors."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gpt_parity.oracle.rounding import OPERATION_FACTOR, UNITS
+from parity_tests.registry import NUMPY, TORCH, TWINS, Twin
+from parity_tests.strategies import seeds, shapes
+
+pytestmark = pytest.mark.reference("by hand")
+
+both_twins = pytest.mark.parametrize("twin", TWINS, ids=lambda twin: twin.name)
+
+INF, NAN = math.inf, math.nan
+
+
+# --- AdamW and clipping
+
+
+def optimizer_of(twin: Twin, arrays: list[np.ndarray], **arguments: Any) -> tuple[list[Any], Any]:
+    parameters = [twin.parameter(array) for array in arrays]
+    return parameters, twin.optim.AdamWOptimizer(parameters, **arguments)
+
+
+def set_grad(twin: Twin, parameter: Any, grad: np.ndarray | None) -> None:
+    parameter.grad = torch.tensor(grad) if twin is TORCH and grad is not None else grad
+
+
+@both_twins
+def test_eps_stands_outside_the_root_and_after_the_correction(twin: Twin) -> None:
+    (p,), optimizer = optimizer_of(twin, [np.array([1.0])], lr=0.1, weight_decay=0.0)
+    set_grad(twin, p, np.array([1e-8]))
+    optimizer.step()
+    np.testing.assert_allclose(twin.array(p), [0.95], rtol=1e-14)
+
+
+@both_twins
+def test_decay_is_decoupled_and_for_matrices_only(twin: Twin) -> None:
+    arrays = [np.array([[2.0]]), np.array([2.0]), np.array([[2.0]])]
+    (matrix, vector, idle), optimizer = optimizer_of(twin, arrays, lr=0.1, weight_decay=0.1)
+    set_grad(twin, matrix, np.zeros((1, 1)))
+    set_grad(twin, vector, np.zeros(1))
+    optimizer.step()
+    np.testing.assert_allclose(twin.array(matrix), [[1.98]], rtol=1e-15)
+    assert twin.array(vector) == 2.0
+    assert twin.array(idle) == 2.0
+    assert optimizer.state()["steps"] == [1, 1, 0]
+
+
+def test_optimizers_have_the_same_defaults() -> None:
+    ours, theirs = (inspect.signature(twin.optim.AdamWOptimizer) for twin in TWINS)
+    defaults = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
+    for signature in (ours, theirs):
+        assert {name: signature.parameters[name].default for name in defaults} == defaults
+
+
+CLIPS = {
+    "zeros": ([[0.0, 0.0]], [[0.0, 0.0]], 0.0),
+    "small": ([[0.3, 0.4]], [[0.3, 0.4]], 0.5),
+    "large": ([[3.0, 4.0]], [[0.599999880000024, 0.799999840000032]], 5.0),
+    "two": ([[3.0], [4.0]], [[0.599999880000024], [0.799999840000032]], 5.0),
+    "at the limit": ([[1.0, 0.0]], [[0.9999990000010001, 0.0]], 1.0),
+    "inf": ([[INF, 1.0]], [[NAN, 0.0]], INF),
+    "nan": ([[NAN, 1.0]], [[NAN, NAN]], NAN),
+    "overflow": ([[1e200, 1e200]], [[0.0, 0.0]], INF),
+}
+
+
+@both_twins
+@pytest.mark.parametrize("case", CLIPS)
+def test_clipping_by_one_global_norm(twin: Twin, case: str) -> None:
+    grads, expected, norm = CLIPS[case]
+    parameters, optimizer = optimizer_of(twin, [np.zeros(len(g)) for g in grads])
+    for p, g in zip(parameters, grads, strict=True):
+        set_grad(twin, p, np.array(g))
+    if not math.isfinite(norm):
+        with pytest.raises(FloatingPointError, match=r"gradient norm: got .* needed a finite"):
+            optimizer.clip_grad_norm(1.0)
+        for p, g in zip(parameters, grads, strict=True):
+            np.testing.assert_array_equal(twin.array(p.grad), g)
+    found = optimizer.clip_grad_norm(1.0, error_if_nonfinite=False)
+    np.testing.assert_equal(found, norm)
+    for p, g in zip(parameters, expected, strict=True):
+        np.testing.assert_allclose(twin.array(p.grad), g, rtol=1e-15)
+
+
+@both_twins
+def test_clipping_in_float32_overflows_to_zero_as_in_torch(twin: Twin) -> None:
+    (p,), optimizer = optimizer_of(twin, [np.zeros(2, np.float32)])
+    set_grad(twin, p, np.array([3e19, 4e19], np.float32))
+    assert optimizer.clip_grad_norm(1.0, error_if_nonfinite=False) == INF
+    np.testing.assert_array_equal(twin.array(p.grad), [0.0, 0.0])
+    for max_norm in (0.0, -1.0, NAN):
+        with pytest.raises(ValueError, match=r"max_norm: got .*, needed a positive number"):
+            optimizer.clip_grad_norm(max_norm)
+
+
+@both_twins
+@pytest.mark.parametrize(
+    "arguments",
+    ({"lr": -1.0}, {"lr": NAN}, {"betas": (1.0, 0.9)}, {"betas": (0.9, -0.1)}, {"eps": -1e-8},
+     {"weight_decay": -0.1}),
+    ids=str,
+)  # fmt: skip
+def test_hyperparameters_out_of_range_raise(twin: Twin, arguments: dict[str, Any]) -> None:
+    with pytest.raises(ValueError):
+        optimizer_of(twin, [np.zeros((1, 1))], **arguments)
+
+
+@both_twins
+def test_an_optimizer_needs_parameters(twin: Twin) -> None:
+    with pytest.raises(ValueError, match="parameters: got none, needed at least one"):
+        twin.optim.AdamWOptimizer([])
+
+
+@both_twins
+def test_an_optimizer_made_after_backward_keeps_the_gradients(twin: Twin) -> None:
+    parameters = [twin.parameter(np.array([1.0])), twin.parameter(np.array([2.0]))]
+    seed = np.array([3.0])
+    (parameters[0] + parameters[1]).backward(torch.tensor(seed) if twin is TORCH else seed)
+    optimizer = twin.optim.AdamWOptimizer(parameters, lr=0.1)
+    np.testing.assert_allclose(optimizer.clip_grad_norm(10.0), math.sqrt(18.0), rtol=1e-15)
+
+
+def test_replaced_memory_is_noticed() -> None:
+    (p,), optimizer = optimizer_of(NUMPY, [np.zeros(2)])
+    p.data = np.ones(2)
+    p.grad = np.ones(2)
+    with pytest.raises(RuntimeError, match="memory was replaced"):
+        optimizer.step()
+
+
+Flat = list[np.ndarray]
+
+
+def adamw_step(
+    w: np.ndarray, g: np.ndarray, m: np.ndarray, v: np.ndarray, t: int, lr: float,
+    betas: tuple[float, float], eps: float, decay: float,
+) -> tuple[Flat, Flat]:  # fmt: skip
+    """Algorithm 2 of Loshchilov & Hutter in float64: weight and moments, and their magnitudes.
+
+    The weight inherits the magnitude of the first moment, which may cancel.
+    """
+    b1, b2 = betas
+    new_m, new_v = b1 * m + (1.0 - b1) * g, b2 * v + (1.0 - b2) * g * g
+    m_size = np.abs(m) + (1.0 - b1) * np.abs(g)
+    denominator = np.sqrt(new_v / (1.0 - b2**t)) + eps
+    step = lr / (1.0 - b1**t) / denominator
+    new_w = (w - lr * decay * w if w.ndim >= 2 else w) - step * new_m
+    return [new_w, new_m, new_v], [np.abs(w) + step * m_size, m_size, new_v]
+
+
+@pytest.mark.reference("other backend")
+@pytest.mark.parametrize("dtype", ("float32", "float64"))
+@given(
+    st.lists(shapes(1, 3), min_size=1, max_size=4),
+    st.sampled_from((1e-3, 0.1, 1.0)),
+    st.sampled_from(((0.9, 0.999), (0.0, 0.5), (0.8, 0.0))),
+    st.sampled_from((1e-8, 1e-3)),
+    st.sampled_from((0.0, 0.01, 0.3)),
+    st.integers(-30, 10),
+    seeds,
+)
+def test_adamw_step_by_step(
+    dtype: str, sizes: list[tuple[int, ...]], lr: float, betas: tuple[float, float], eps: float,
+    decay: float, exponent: int, seed: int,
+) -> None:  # fmt: skip
+    """Each step starts from the state of the NumPy twin; both twins against the formula."""
+    random = np.random.default_rng(seed)
+    unit = UNITS[dtype]
+    arrays = [random.standard_normal(shape).astype(dtype) for shape in sizes]
+    arguments = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": decay}
+    made = [optimizer_of(twin, arrays, **arguments) for twin in TWINS]
+    for _ in range(3):
+        scale = 2.0 ** (exponent + random.integers(-3, 4))
+        grads = [
+            None if random.random() < 0.25
+            else (scale * random.standard_normal(shape)).astype(dtype)
+            for shape in sizes
+        ]  # fmt: skip
+        (ours, first), (theirs, second) = made
+        state = first.state()
+        weights = [NUMPY.array(p) for p in ours]
+        for p, w in zip(theirs, weights, strict=True):
+            p.data.copy_(torch.tensor(w))
+        second.load_state(state)
+        for twin, (parameters, optimizer) in zip(TWINS, made, strict=True):
+            for p, g in zip(parameters, grads, strict=True):
+                set_grad(twin, p, g)
+            optimizer.step()
+        after = [(twin, p, o.state()) for twin, (p, o) in zip(TWINS, made, strict=True)]
+        for i, g in enumerate(grads):
+            before = [x.astype(np.float64) for x in
+                      (weights[i], state["exp_avg"][i], state["exp_avg_sq"][i])]  # fmt: skip
+            t = state["steps"][i] + 1
+            for twin, parameters, now in after:
+                found = [twin.array(parameters[i]), now["exp_avg"][i], now["exp_avg_sq"][i]]
+                if g is None:
+                    assert now["steps"][i] == t - 1
+                    for x, old in zip(found, before, strict=True):
+                        np.testing.assert_array_equal(x, old)
+                    continue
+                assert now["steps"][i] == t
+                expected, magnitudes = adamw_step(
+                    before[0], g.astype(np.float64), before[1], before[2], t, **{
+                        "lr": lr, "betas": betas, "eps": eps, "decay": decay
+                    }
+                )  # fmt: skip
+                for x, exact, m in zip(found, expected, magnitudes, strict=True):
+                    assert x.dtype == dtype
+                    allowed = OPERATION_FACTOR * (unit.u * m + unit.eta)
+                    assert (np.abs(x - exact) <= allowed).all(), f"{twin.name}, parameter {i}"
+
+
+@pytest.mark.reference("other backend")
+@pytest.mark.parametrize("dtype", ("float32", "float64"))
+@given(
+    st.lists(shapes(1, 3), min_size=1, max_size=4),
+    st.sampled_from((1e-3, 1.0, 50.0)),
+    st.integers(-30, 10),
+    seeds,
+)
+def test_clipping_of_random_gradients(
+    dtype: str, sizes: list[tuple[int, ...]], max_norm: float, exponent: int, seed: int
+) -> None:
+    random = np.random.default_rng(seed)
+    unit = UNITS[dtype]
+    grads = [(2.0**exponent * random.standard_normal(shape)).astype(dtype) for shape in sizes]
+    exact = math.sqrt(math.fsum(float(x) ** 2 for g in grads for x in g.flat))
+    scale = min(1.0, max_norm / (exact + 1e-6))
+    count = sum(g.size for g in grads)
+    for twin in TWINS:
+        parameters, optimizer = optimizer_of(twin, [np.zeros_like(g) for g in grads])
+        for p, g in zip(parameters, grads, strict=True):
+            set_grad(twin, p, g)
+        norm = optimizer.clip_grad_norm(max_norm)
+        slack = OPERATION_FACTOR * math.sqrt(count) * unit.u
+        assert abs(norm - exact) <= slack * exact
+        for p, g in zip(parameters, grads, strict=True):
+            found, expected = twin.array(p.grad), g.astype(np.float64) * scale
+            assert found.dtype == dtype
+            assert (np.abs(found - expected) <= slack * np.abs(expected) + unit.eta).all()
+
+
+@pytest.mark.reference("other backend")
+@both_twins
+def test_clipping_skips_parameters_without_a_gradient(twin: Twin) -> None:
+    (p, idle), optimizer = optimizer_of(twin, [np.zeros(2), np.zeros(2)])
+    set_grad(twin, idle, np.array([100.0, 100.0]))
+    optimizer.step()
+    optimizer.zero_grad()
+    assert p.grad is None and idle.grad is None
+    set_grad(twin, p, np.array([3.0, 4.0]))
+    assert optimizer.clip_grad_norm(10.0) == 5.0
+    assert idle.grad is None
+    moved = twin.array(idle)
+    optimizer.step()
+    np.testing.assert_array_equal(twin.array(idle), moved)
+    assert optimizer.state()["steps"] == [1, 1]
