@@ -16,7 +16,6 @@ import numpy as np
 
 from gpt_parity.oracle.rounding import MonteCarloArithmetic, Unit
 from gpt_parity.oracle.trace import Trace, trace
-from numpy_impl.tape import Observer
 
 # With K = 6 noisy runs and a factor of 16, noise alone alarms 3e-7 of the time for a scalar.
 NOISY_RUNS = 6
@@ -64,11 +63,11 @@ def spread_tolerance(clean: np.ndarray, noisy: Sequence[np.ndarray], unit: Unit)
     )
 
 
-def noisy_runs(run: Callable[[Observer], Any], unit: Unit, seed: int) -> list[Any]:
+def noisy_runs(
+    run: Callable[[MonteCarloArithmetic], Any], unit: Unit, seed: int, count: int = NOISY_RUNS
+) -> list[Any]:
     """`run` once per noisy run, each with its own stream of Monte Carlo arithmetic."""
-    return [
-        run(MonteCarloArithmetic(unit, np.random.default_rng([seed, k]))) for k in range(NOISY_RUNS)
-    ]
+    return [run(MonteCarloArithmetic(unit, np.random.default_rng([seed, k]))) for k in range(count)]
 
 
 @dataclass(frozen=True)
