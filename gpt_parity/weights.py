@@ -233,7 +233,8 @@ def load_checkpoint(
             pass
         with safe_open(path, framework="numpy") as file:
             text = (file.metadata() or {}).get("manifest")
-            arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            names = file.keys()
+            arrays = {name: file.get_tensor(name) for name in names}
     except (OSError, ValueError) as error:  # ValueError: a NUL in the path
         reason = getattr(error, "strerror", None) or error
         raise ValueError(f"{path}: cannot be read, {reason}") from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import random
 from collections.abc import Iterator
@@ -18,6 +19,9 @@ import torch
 from numpy_impl import tape
 
 torch.set_num_threads(1)
+
+# Its first import draws from Python's random state, which the guard below would notice.
+importlib.import_module("rich.progress")
 
 # `--hypothesis-profile=NAME` chooses another; a name of our own would lose to Hypothesis's `ci`.
 register = hypothesis.settings.register_profile

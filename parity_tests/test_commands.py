@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import rich.style  # noqa: F401  (draws a random number when imported, once)
 
 from gpt_parity import runs
 from gpt_parity.backends import load_backend, thread_limit

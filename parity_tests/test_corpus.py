@@ -18,7 +18,6 @@ from types import ModuleType
 
 import numpy as np
 import pytest
-import rich.progress  # noqa: F401  (its first import draws from Python's random state, once)
 from hypothesis import example, given
 from hypothesis import strategies as st
 

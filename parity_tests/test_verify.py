@@ -9,7 +9,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import rich.style  # noqa: F401 (its first import draws from Python's random state)
 import torch
 
 from gpt_parity import cli
