@@ -62,8 +62,10 @@ def command(*arguments: str, **options: Any) -> subprocess.Popen[bytes]:
         "PYTHONIOENCODING": "ascii", "PYTHONPATH": str(CHECKOUT),
     }  # fmt: skip
     environment.pop("PYTHONUNBUFFERED", None)
+    # A background shell starts its programs with SIGINT ignored; the tests send it.
     program = (
-        "import sys; sys.modules['torch'] = None; from gpt_parity.cli import main; sys.exit(main())"
+        "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
+        "sys.modules['torch'] = None; from gpt_parity.cli import main; sys.exit(main())"
     )
     return subprocess.Popen(
         [sys.executable, "-c", program, *arguments],
