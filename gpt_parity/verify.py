@@ -19,9 +19,9 @@ from gpt_parity.oracle.compare import Report, compare_traces
 from gpt_parity.oracle.complex_step import Vote, complex_step_votes
 from gpt_parity.oracle.lockstep import Outcome, Setting, common_state_float32, free_float64
 from gpt_parity.oracle.report import Verification
-from gpt_parity.oracle.rounding import FLOAT32, FLOAT64
+from gpt_parity.oracle.rounding import FLOAT32, FLOAT64, Unit
 from gpt_parity.oracle.slips import Sighting, show_slips
-from gpt_parity.oracle.tolerance import model_tolerances
+from gpt_parity.oracle.tolerance import Tolerances, model_tolerances
 from gpt_parity.oracle.trace import Trace, trace
 from gpt_parity.schedule import WarmupCosineScheduler
 from gpt_parity.weights import get_weights, load_checkpoint, set_weights
@@ -45,35 +45,39 @@ def verify(
 ) -> Verification:
     """Compare both twins on one batch in both dtypes, three ways, then in lockstep.
 
-    `on_pass` is called with what is known before training. Raises ValueError for a text or
+    `on_pass` is called with what is known before training, which a difference in the pass makes
+    pointless and ends the run. Raises ValueError for a text or
     checkpoint that does not do, MissingBackendError without PyTorch.
     """
     subject = _subject(config)
     setting = _lockstep_setting(config, subject)
 
-    def passes() -> Verification:
-        result = _verification(config, subject)
-        on_pass(result)
-        return result
-
     if config.steps == 0 or config.processes == 1:
         with thread_limit(1, "torch"):
+            result = _verification(config, subject)
+            on_pass(result)
+            if not result.ok:
+                return result
             runs = (free_float64, common_state_float32) if config.steps else ()
-            return replace(passes(), lockstep=[run(setting) for run in runs])
+            return replace(result, lockstep=[run(setting) for run in runs])
     # A fresh process, since PyTorch's threads do not survive a fork; it starts before PyTorch is
     # imported here, so that the two imports go side by side.
     context = multiprocessing.get_context("spawn")
+    others = set(multiprocessing.active_children())
     with ProcessPoolExecutor(1, mp_context=context) as pool:
         with _interrupts_ignored():
             float32 = pool.submit(_common_state_float32, setting)
+        workers = set(multiprocessing.active_children()) - others
         try:
             with thread_limit(1, "torch"):
-                result, float64 = passes(), free_float64(setting)
-            return replace(result, lockstep=[float64, float32.result()])
-        except BaseException:
-            for process in multiprocessing.active_children():
+                result = _verification(config, subject)
+                on_pass(result)
+                if result.ok:
+                    result = replace(result, lockstep=[free_float64(setting), float32.result()])
+            return result
+        finally:
+            for process in workers:
                 process.terminate()
-            raise
 
 
 @contextmanager
@@ -138,6 +142,17 @@ def _lockstep_setting(config: VerifyConfig, subject: Subject) -> Setting:
     )  # fmt: skip
 
 
+def _plain_case(unit: Unit) -> tuple[Trace, Tolerances]:
+    """A fixed pass at initial weights, to plant slips into: there every tensor can be judged.
+
+    In the weights at hand a gradient may be zero or symmetric, and a slip in it no slip at all.
+    """
+    config = GPTConfig(vocab_size=65)
+    tokens, targets = np.random.RandomState(0).randint(0, 65, (2, BATCH_SIZE, config.context_size))
+    model = build_model("numpy", config, seed=0, dtype="float64")
+    return model_tolerances(model, load_backend("numpy").GPTLoss(), tokens, targets, unit)
+
+
 def _verification(config: VerifyConfig, subject: Subject) -> Verification:
     tokens, targets = subject.dataset.batch("train", 0)
 
@@ -158,7 +173,7 @@ def _verification(config: VerifyConfig, subject: Subject) -> Verification:
         for backend in backends:
             candidate = run(backend, dtype)
             reports[backend, dtype] = compare_traces(candidate, clean, tolerances, dtype)
-        slips[dtype] = show_slips(clean, tolerances, dtype)
+        slips[dtype] = show_slips(*_plain_case(unit), dtype)
         if unit is FLOAT64:
             allowed = None if subject.at_initialisation else tolerances
             complex_model, loss_fn = build("numpy", "complex128")

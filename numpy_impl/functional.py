@@ -66,6 +66,7 @@ def tril(x: Tensor, value: float) -> Tensor:
 
 def _select(op: str, x: Tensor, keep: np.ndarray, value: float) -> Tensor:
     """x where `keep`, else `value`: the forward and backward of every mask."""
+    value = float(value)  # a NumPy number would decide the dtype of the result
     if math.isfinite(value):
         value = max(value, float(np.finfo(x.dtype).min))
 

@@ -119,7 +119,7 @@ class Layer:
         missing, extra = [n for n in own if n not in state], [n for n in state if n not in own]
         if missing or extra:
             raise ValueError(f"load_state_dict: missing {missing}, unexpected {extra}")
-        arrays = {name: np.asarray(state[name]) for name in own}
+        arrays = {name: np.array(state[name]) for name in own}  # copies: they may be views of it
         for name, array in arrays.items():
             if array.shape != own[name].shape or not np.can_cast(
                 array.dtype, own[name].dtype, "same_kind"

@@ -148,6 +148,8 @@ class Tensor:
         """`other` as a Tensor of this dtype; a plain number or 0-d array takes it."""
         if not isinstance(other, Tensor):
             array = np.asarray(other)
+            if array.ndim == 0 and not np.can_cast(array.dtype, self.dtype, "same_kind"):
+                raise TypeError(f"operand is a {array.dtype} number, needed one for {self.dtype}")
             other = Tensor(array.astype(self.dtype) if array.ndim == 0 else array, False)
         if other.data.dtype != self.data.dtype:
             raise TypeError(f"operands are {self.dtype} and {other.dtype}, needed the same dtype")

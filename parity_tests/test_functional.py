@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 import torch
 
+from numpy_impl import functional
+from numpy_impl.tensor import Tensor
 from parity_tests.registry import TORCH, TWINS, Twin
 
 pytestmark = pytest.mark.reference("by hand")
@@ -255,3 +257,23 @@ def test_linear_refuses_mixed_dtypes(twin: Twin) -> None:
     layer = twin.layers.Linear(3, 2, rng(), twin.dtypes["float64"])
     with pytest.raises((TypeError, RuntimeError)):
         layer(twin.tensor(np.zeros((2, 3), np.float32)))
+
+
+def test_ids_may_be_written_to_between_forward_and_backward() -> None:
+    """A batch buffer that is filled again must not change the gradient."""
+    table, ids = Tensor(np.zeros((3, 2))), np.array([0, 0, 2])
+    rows = functional.embedding(table, ids)
+    ids[:] = 1
+    rows.backward(np.ones((3, 2)))
+    np.testing.assert_array_equal(table.grad, [[2.0, 2.0], [0.0, 0.0], [1.0, 1.0]])
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_a_numpy_number_as_fill_leaves_the_dtype_alone(dtype: Any) -> None:
+    assert functional.tril(Tensor(np.zeros((2, 2), dtype)), np.float64(-1e9)).dtype == dtype
+
+
+@pytest.mark.parametrize(("data", "number"), [(np.arange(3), 0.5), (np.zeros(3), 1j)])
+def test_a_number_that_would_be_cut_is_refused(data: np.ndarray, number: Any) -> None:
+    with pytest.raises(TypeError, match="operand is a"):
+        Tensor(data) * number

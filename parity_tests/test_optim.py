@@ -266,3 +266,21 @@ def test_clipping_skips_parameters_without_a_gradient(twin: Twin) -> None:
     optimizer.step()
     np.testing.assert_array_equal(twin.array(idle), moved)
     assert optimizer.state()["steps"] == [1, 1]
+
+
+@both_twins
+def test_states_share_nothing_with_the_optimizer(twin: Twin) -> None:
+    (parameter,), optimizer = optimizer_of(twin, [np.ones((2, 2))])
+    set_grad(twin, parameter, np.ones((2, 2)))
+    optimizer.step()
+    state = optimizer.state()
+    before = {key: [np.array(item) for item in items] for key, items in state.items()}
+    optimizer.step()
+    for key, items in state.items():
+        for item, kept in zip(items, before[key], strict=True):
+            np.testing.assert_array_equal(item, kept)
+    optimizer.load_state(state)
+    optimizer.step()
+    for key, items in state.items():
+        for item, kept in zip(items, before[key], strict=True):
+            np.testing.assert_array_equal(item, kept)

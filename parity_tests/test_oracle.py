@@ -8,12 +8,16 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+import numpy_impl
+from gpt_parity.backends import build_model, load_backend
+from gpt_parity.config import GPTConfig
 from gpt_parity.oracle.compare import FORWARD, PARAMETER, Judgement, Report, compare, compare_traces
 from gpt_parity.oracle.complex_step import complex_step_votes
 from gpt_parity.oracle.rounding import FLOAT32, FLOAT64, MonteCarloArithmetic, row
 from gpt_parity.oracle.slips import planted_slips, show_slips
 from gpt_parity.oracle.tolerance import Tolerance, model_tolerances, norms, spread_tolerance
 from gpt_parity.oracle.trace import Trace, trace
+from gpt_parity.weights import get_weights, set_weights
 from numpy_impl.tape import observe
 from numpy_impl.tensor import Tensor
 from parity_tests.models import ModelCase, build, candidate_trace, fill, reference
@@ -263,3 +267,27 @@ def test_norms_survive_squares_that_do_not(scale: float) -> None:
     whole, rows = norms(x)
     assert rows.tolist() == pytest.approx([5.0 * scale, 0.0, scale], rel=1e-15)
     assert whole == pytest.approx(math.sqrt(26.0) * scale, rel=0.05 if scale < 1e-300 else 1e-15)
+
+
+@pytest.mark.parametrize("fill", [-math.inf, -12345.678, -1e300])
+@pytest.mark.parametrize("backend", ["numpy", "torch"])
+def test_any_fill_that_does_not_leak_is_compared(backend: str, fill: float) -> None:
+    """The fill itself may not be a float32 number: both twins round or clamp it alike."""
+    config = GPTConfig(5, 4, 6, 2, mask_value=fill)
+    tokens = np.array([[0, 1, 2, 3]])
+    model = build_model("numpy", config, dtype="float64")
+    candidate = build_model(backend, config, dtype="float32")
+    loss_fn = load_backend(backend).GPTLoss()
+    set_weights(model, {n: w.astype(np.float64) for n, w in get_weights(candidate).items()})
+    clean, tolerances = model_tolerances(model, numpy_impl.GPTLoss(), tokens, tokens, FLOAT32)
+    report = compare_traces(trace(candidate, loss_fn, tokens, tokens), clean, tolerances, "float32")
+    assert report.ok, report.first
+
+
+def test_a_leak_that_both_twins_share_is_no_difference() -> None:
+    config = GPTConfig(5, 4, 6, 2, mask_value=-5.0)
+    tokens = np.array([[0, 1, 2, 3]])
+    models = [build_model(b, config, dtype="float64", allow_leak=True) for b in ("numpy", "torch")]
+    clean, tolerances = model_tolerances(models[0], numpy_impl.GPTLoss(), tokens, tokens, FLOAT64)
+    candidate = trace(models[1], load_backend("torch").GPTLoss(), tokens, tokens)
+    assert compare_traces(candidate, clean, tolerances, "float64").ok

@@ -89,14 +89,19 @@ def trace_tolerances(clean: Trace, noisy: list[Trace], unit: Unit) -> Tolerances
 
     def part(of: Callable[[Trace], dict[str, np.ndarray]]) -> dict[str, Tolerance]:
         return {
-            name: spread_tolerance(kept(name, x), [kept(name, of(t)[name]) for t in noisy], unit)
+            name: spread_tolerance(x, [of(t)[name] for t in noisy], unit)
             for name, x in of(clean).items()
         }
+
+    values = {
+        name: spread_tolerance(kept(name, x), [kept(name, t.values[name]) for t in noisy], unit)
+        for name, x in clean.values.items()
+    }
 
     return Tolerances(
         unit,
         spread_tolerance(clean.loss, [t.loss for t in noisy], unit),
-        part(lambda t: t.values),
+        values,
         part(lambda t: t.gradients),
         part(lambda t: t.parameters),
     )
