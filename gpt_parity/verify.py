@@ -45,9 +45,9 @@ def verify(
 ) -> Verification:
     """Compare both twins on one batch in both dtypes, three ways, then in lockstep.
 
-    `on_pass` is called with what is known before training, which a difference in the pass makes
-    pointless and ends the run. Raises ValueError for a text or
-    checkpoint that does not do, MissingBackendError without PyTorch.
+    `on_pass` is called with what is known before training; a difference there ends the run, since
+    training on it would say nothing new. Raises ValueError for a text or checkpoint that does not
+    do, MissingBackendError without PyTorch.
     """
     subject = _subject(config)
     setting = _lockstep_setting(config, subject)
@@ -76,8 +76,9 @@ def verify(
                     result = replace(result, lockstep=[free_float64(setting), float32.result()])
             return result
         finally:
-            for process in workers:
-                process.terminate()
+            if not float32.done():
+                for process in workers:
+                    process.terminate()
 
 
 @contextmanager

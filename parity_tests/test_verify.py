@@ -105,6 +105,17 @@ def test_a_wrong_closure_is_laid_at_the_right_door(
     assert "the closure stands alone" in out
 
 
+@pytest.mark.parametrize("processes", ["1", "2"])
+def test_a_twin_that_gives_nan_differs_and_is_not_unusable(
+    processes: str, text: Path, capsys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Training would stop at once; the pass has said which tensor is wrong first."""
+    monkeypatch.setattr(torch.nn.GELU, "forward", lambda self, x: x * float("nan"))
+    flags = ["--data", str(text), "--steps", "2", "--processes", processes]
+    assert cli.main(["verify", *flags]) == 1
+    assert "feed_forward.gelu.output, not finite" in capsys.readouterr().out
+
+
 def test_a_blind_comparer_ends_the_run(text: Path, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(slips, "VISIBLE", 1e30)
     assert run(text) == 1
