@@ -20,61 +20,69 @@ from gpt_parity.weights import set_weights
 
 BACKENDS: dict[str, ModuleType] = {"numpy": numpy_impl, "torch": torch_impl}
 
+# Vocabulary, context, embedding, blocks, batch, and positions in use.
 SIZES = {
-    "general": (5, 4, 6, 2, 3),
-    "square": (4, 4, 4, 2, 4),
-    "distinct primes": (11, 5, 7, 2, 3),
-    "one position": (5, 1, 4, 2, 3),
-    "batch of one": (5, 4, 3, 1, 1),
-    "two tokens": (2, 3, 4, 1, 2),
-    "wide": (65, 16, 32, 2, 2),
-    "long": (65, 64, 32, 1, 16),
+    "general": (5, 4, 6, 2, 3, 4),
+    "square": (4, 4, 4, 2, 4, 4),
+    "distinct primes": (11, 5, 7, 2, 3, 5),
+    "short text": (7, 6, 5, 2, 3, 4),
+    "one position": (5, 1, 4, 2, 3, 1),
+    "one dimension": (3, 4, 1, 1, 2, 4),
+    "batch of one": (5, 4, 3, 1, 1, 4),
+    "two tokens": (2, 3, 4, 1, 2, 3),
+    "wide": (65, 16, 32, 2, 2, 16),
+    "long": (65, 64, 32, 1, 16, 64),
 }
 STRUCTURES = (
-    "normal", "one token", "repeated tokens", "one-hot", "ties", "confident and wrong",
+    "normal", "one token", "repeated tokens", "one-hot", "ties", "equal weights",
+    "confident and wrong",
 )  # fmt: skip
 SCALES = (0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
+MOST_ROWS = 1024  # positions of all sequences together
 
 
 @dataclass(frozen=True)
 class ModelCase:
-    """Sizes first and the seed last, so that a failure shrinks to a small model."""
+    """Sizes (V, C, E, blocks, B, T) first and the seed last, so that failures shrink well."""
 
-    sizes: str
+    sizes: tuple[int, int, int, int, int, int]
     structure: str
     scale: float
     seed: int
 
     @property
     def config(self) -> GPTConfig:
-        vocab_size, context_size, embedding_size, blocks, _ = SIZES[self.sizes]
-        return GPTConfig(vocab_size, context_size, embedding_size, blocks)
+        return GPTConfig(*self.sizes[:4])
 
 
 def model_cases() -> st.SearchStrategy[ModelCase]:
     """Cases for Hypothesis, simplest first."""
     return st.builds(
-        ModelCase, st.sampled_from(sorted(SIZES, key=lambda k: np.prod(SIZES[k]))),
+        ModelCase, st.sampled_from(sorted(SIZES.values(), key=np.prod)),
         st.sampled_from(STRUCTURES), st.sampled_from(SCALES), st.integers(0, 2**32 - 1),
     )  # fmt: skip
 
 
 def random_case(rng: np.random.Generator) -> ModelCase:
-    """A case for long runs."""
-    return ModelCase(
-        str(rng.choice(list(SIZES))), str(rng.choice(STRUCTURES)), float(rng.choice(SCALES)),
-        int(rng.integers(2**32)),
+    """A case for long runs: sizes up to MOST_ROWS rows, scales 0.03 to 10."""
+    context_size = int(rng.integers(1, 65))
+    length = int(rng.integers(1, context_size + 1))
+    sizes = (
+        int(rng.integers(2, 70)), context_size, int(rng.integers(1, 49)), int(rng.integers(1, 4)),
+        int(rng.integers(1, min(16, MOST_ROWS // length) + 1)), length,
     )  # fmt: skip
+    scale = 10.0 ** rng.uniform(np.log10(SCALES[0]), np.log10(SCALES[-1]))
+    return ModelCase(sizes, str(rng.choice(STRUCTURES)), float(scale), int(rng.integers(2**32)))
 
 
 def fill(case: ModelCase) -> tuple[dict[str, np.ndarray], np.ndarray, np.ndarray]:
     """Weights (float64, representable in float32), tokens and targets (B, T) of a case."""
     rng = np.random.default_rng(case.seed)
-    vocab_size, context_size, embedding_size, _, batch = SIZES[case.sizes]
+    vocab_size, _, embedding_size, _, batch, length = case.sizes
     shapes = {n: p.shape for n, p in build_model("numpy", case.config).named_parameters()}
     weights = {n: case.scale * rng.standard_normal(shape) for n, shape in shapes.items()}
-    tokens = rng.integers(0, vocab_size, (batch, context_size))
-    targets = rng.integers(0, vocab_size, (batch, context_size))
+    tokens = rng.integers(0, vocab_size, (batch, length))
+    targets = rng.integers(0, vocab_size, (batch, length))
     table = weights["embedding.embedding.weight"]
     if case.structure == "one token":
         tokens[...] = targets[...] = tokens[0, 0]
@@ -85,6 +93,9 @@ def fill(case: ModelCase) -> tuple[dict[str, np.ndarray], np.ndarray, np.ndarray
     elif case.structure == "ties":
         table[...] = table[0]
         weights["embedding.positional_embedding.weight"][...] = 0.0
+    elif case.structure == "equal weights":
+        for weight in weights.values():
+            weight[...] = weight.flat[0]
     elif case.structure == "confident and wrong":
         weights["output.output.bias"][...] = -40.0
         weights["output.output.bias"][0] = 40.0

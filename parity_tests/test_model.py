@@ -15,6 +15,7 @@ from gpt_parity.oracle.trace import trace
 from gpt_parity.weights import get_weights, set_weights
 from parity_tests.models import (
     BACKENDS,
+    SIZES,
     ModelCase,
     build,
     candidate_trace,
@@ -46,7 +47,7 @@ def test_float32_agrees_with_float64(backend: str, case: ModelCase) -> None:
 @pytest.mark.reference("complex step")
 @pytest.mark.parametrize("kind", ["normal", "one token", "confident and wrong"])
 def test_complex_step_confirms_every_gradient_of_both_twins(kind: str) -> None:
-    case = ModelCase("distinct primes", kind, 0.3, 7)
+    case = ModelCase(SIZES["distinct primes"], kind, 0.3, 7)
     weights, tokens, targets = fill(case)
     clean, tolerances = reference(case, "float64")
     votes = complex_step_votes(
@@ -74,7 +75,7 @@ def test_complex_step_meets_its_own_bound_at_the_training_initialisation() -> No
 
 
 def test_traces_have_the_same_entries_aliases_and_masks() -> None:
-    case = ModelCase("general", "normal", 0.3, 0)
+    case = ModelCase(SIZES["general"], "normal", 0.3, 0)
     mine, theirs = (candidate_trace(name, "float64", case) for name in BACKENDS)
     block = [
         "attention.mask.input", "attention.mask.output", "attention.softmax.output",
@@ -96,7 +97,7 @@ def test_traces_have_the_same_entries_aliases_and_masks() -> None:
 @pytest.mark.reference("exact property")
 def test_the_trace_gradient_is_the_total_derivative_over_all_uses() -> None:
     """The context's input x is used three times in attention: as query, key and value."""
-    case = ModelCase("general", "normal", 0.5, 3)
+    case = ModelCase(SIZES["general"], "normal", 0.5, 3)
     t = candidate_trace("numpy", "float64", case)
     # Without residuals, everything that reaches the embeddings passes through their sum.
     total = t.gradients["embedding.output"]
@@ -173,7 +174,7 @@ def test_a_batch_is_the_mean_of_its_rows(backend: str, case: ModelCase) -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_dtype_is_kept_in_every_value_gradient_and_moment(backend: str, dtype: str) -> None:
-    case = ModelCase("general", "normal", 0.3, 1)
+    case = ModelCase(SIZES["general"], "normal", 0.3, 1)
     weights, tokens, targets = fill(case)
     model, loss_fn = build(backend, dtype, case, weights)
     optimizer = BACKENDS[backend].AdamWOptimizer(model.parameters())
@@ -224,7 +225,7 @@ def test_model_errors_are_the_same_in_both(backend: str) -> None:
 
 def test_the_first_divergence_is_where_the_mistake_is() -> None:
     """A weight changed in one block: everything before it agrees, the layer itself is named."""
-    case = ModelCase("general", "normal", 0.5, 11)
+    case = ModelCase(SIZES["general"], "normal", 0.5, 11)
     weights, tokens, targets = fill(case)
     model, loss_fn = build("torch", "float64", case, weights)
     name = "transformers.1.feed_forward.input.weight"

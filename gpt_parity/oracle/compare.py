@@ -1,8 +1,9 @@
 """Comparison of a candidate with a reference: error in units of tolerance, first divergence.
 
 NaN equals nothing; shape and dtype are part of equality; zero against zero passes only where the
-tolerance is zero too, and is counted as exact. A report in which nothing is different from zero is
-an error, as is a comparison of an array with itself.
+tolerance is zero too, and is counted as exact. An infinite tolerance says that rounding decides:
+shape and dtype count, values are not judged. A report in which nothing is judged that is different
+from zero is an error, as is a comparison of an array with itself.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ class Judgement:
 
     `error` is the relative 2-norm of the whole error; `row` the index of the worst row where a
     row is worse than the whole; `exact_zero` marks zero against zero with zero tolerance;
-    `reason` says in words why a tensor fails that has no finite ratio.
+    `judged` is False where the tolerance is infinite; `reason` says in words why a tensor fails
+    that has no finite ratio.
     """
 
     name: str
@@ -33,6 +35,7 @@ class Judgement:
     error: float
     row: tuple[int, ...] | None = None
     exact_zero: bool = False
+    judged: bool = True
     reason: str = ""
 
     @property
@@ -59,6 +62,8 @@ def compare(
         return fails(f"shape {candidate.shape}, needed {reference.shape}")
     if candidate.dtype != dtype:
         return fails(f"dtype {candidate.dtype}, needed {dtype}")
+    if math.isinf(tolerance.whole):
+        return Judgement(name, kind, 0.0, math.nan, judged=False)
     if kept is not None:
         if not np.array_equal(candidate[~kept], _representable(reference[~kept], dtype)):
             return fails("masked positions differ")
@@ -102,8 +107,8 @@ class Report:
     judgements: list[Judgement]
 
     def __post_init__(self) -> None:
-        if all(j.exact_zero for j in self.judgements):
-            raise ValueError("report: every tensor is zero, needed at least one that is not")
+        if all(j.exact_zero or not j.judged for j in self.judgements):
+            raise ValueError("report: every tensor judged is zero, needed one that is not")
 
     @property
     def ok(self) -> bool:
@@ -113,6 +118,11 @@ class Report:
     def worst(self) -> Judgement:
         """The tensor that is furthest out in units of its tolerance."""
         return max(self.judgements, key=lambda j: j.ratio)
+
+    @property
+    def complete(self) -> bool:
+        """Whether every tensor was judged."""
+        return all(j.judged for j in self.judgements)
 
     @property
     def exact_zeros(self) -> int:

@@ -43,7 +43,7 @@ class Verification:
     def ok(self) -> bool:
         return (
             self.sees_slips
-            and all(report.ok for report in self.reports.values())
+            and all(report.ok and report.complete for report in self.reports.values())
             and all(vote.closure <= 1.0 and vote.autograd <= 1.0 for vote in self.votes)
             and all(outcome.ok for outcome in self.lockstep)
         )
@@ -88,6 +88,14 @@ class Verification:
                     f"FAIL: {backend} {dtype} first leaves the tolerance at {report.first.kind} "
                     f"{report.first.name}, {_describe(report.first)}. {self.meaning()}"
                 ).rstrip()
+        for (backend, dtype), report in self.reports.items():
+            if not report.complete:
+                unjudged = next(j for j in report.judgements if not j.judged)
+                return (
+                    f"FAIL: {backend} {dtype} cannot be judged in {unjudged.kind} {unjudged.name} "
+                    "and others: with these weights rounding alone may choose the winner of a "
+                    "softmax."
+                )
         if worst.ok:
             return f"FAIL: {self.meaning()}."
         return (

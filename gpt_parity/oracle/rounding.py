@@ -71,10 +71,15 @@ Magnitude = Callable[[Call], "np.ndarray | None"]
 
 @dataclass(frozen=True)
 class Row:
-    """Internal magnitudes of one operation's result and of its gradients; None: exact."""
+    """Internal magnitudes of one operation's result and of its gradients; None: exact.
+
+    `derivative` marks gradients that are the upstream one times a function of the operand, whose
+    error is then the same for equal operands, whatever comes from upstream.
+    """
 
     forward: Magnitude
     backward: Magnitude
+    derivative: bool = False
 
 
 def _exact(c: Call) -> None:
@@ -218,8 +223,8 @@ TABLE: dict[str, Row] = {
     "mask": Row(_exact, _exact),
     "linear": Row(_linear_forward, _linear_backward),
     "embedding": Row(_exact, _embedding_backward),
-    "softmax": Row(_softmax_forward, _softmax_backward),
-    "gelu": Row(_gelu_forward, _gelu_backward),
+    "softmax": Row(_softmax_forward, _softmax_backward, derivative=True),
+    "gelu": Row(_gelu_forward, _gelu_backward, derivative=True),
     "cross_entropy": Row(_cross_entropy_forward, _cross_entropy_backward),
     # The tape's own arithmetic (backward only).
     "unbroadcast": Row(_exact, _unbroadcast),
@@ -247,8 +252,9 @@ class MonteCarloArithmetic(Observer):
     U and V are uniform in [-1, 1). U is drawn for each element. V is a function of the element's
     value, so within one result values that agree to about 1000 units share it: rounding is a
     function of the operands, the rows of repeated tokens err alike in a real run, and their errors
-    add up instead of averaging out. Where m is exactly 0 nothing is rounded and nothing is
-    perturbed, so exact zeros stay.
+    add up instead of averaging out. Two random halves of the rows, and of the columns, have a
+    function each, since matrix products sum their last rows and columns in an order of their own.
+    Where m is exactly 0 nothing is rounded and nothing is perturbed, so exact zeros stay.
     """
 
     def __init__(self, unit: Unit, rng: np.random.Generator) -> None:
@@ -265,29 +271,46 @@ class MonteCarloArithmetic(Observer):
     def backward(
         self, op: str, i: int, grad: np.ndarray, upstream: Any, parents: tuple[Any, ...]
     ) -> np.ndarray | None:
-        data = tuple(p.data for p in parents)
-        return self.perturbed(grad, row(op).backward(Call(data, grad, self.unit, {}, upstream, i)))
+        data, found = tuple(p.data for p in parents), row(op)
+        m = found.backward(Call(data, grad, self.unit, {}, upstream, i))
+        return self.perturbed(grad, m, data[i] if found.derivative else None)
 
-    def perturbed(self, result: np.ndarray, m: np.ndarray | None) -> np.ndarray | None:
-        """`result` with the noise of one rounding of magnitude m, or None where it is exact."""
+    def perturbed(
+        self, result: np.ndarray, m: np.ndarray | None, operand: np.ndarray | None = None
+    ) -> np.ndarray | None:
+        """`result` with the noise of one rounding of magnitude m, or None where it is exact.
+
+        Shared noise follows the values of the result or, relative to it, those of the operand.
+        """
         if m is None:
             return None
         amplitude = np.asarray(self.unit.u * m)
         np.add(amplitude, self.unit.eta, out=amplitude, where=m > 0.0)  # u m may underflow
-        noise = self._shared_uniform(result)
+        if operand is None:
+            noise = self._shared_uniform(result)
+        else:
+            noise = np.copysign(1.0, result)
+            noise *= self._shared_uniform(operand)
         noise += self._uniform(noise.shape)
         noise *= amplitude
         noise += result
         return noise
 
     def _shared_uniform(self, x: np.ndarray) -> np.ndarray:
-        """Numbers in [-1, 1) that depend on the leading bits of x and on a random key.
+        """Numbers in [-1, 1) that depend on the leading bits of x and on a random odd key.
 
         Multiplicative hashing (Dietzfelbinger et al., Journal of Algorithms 1997).
         """
-        bits = np.ascontiguousarray(x, dtype=np.float64).reshape(-1).view(np.uint64) >> self.drop
-        bits *= np.uint64(self.rng.bit_generator.random_raw() | 1)
+        columns = x.shape[-1] if x.ndim else 1
+        bits = np.ascontiguousarray(x, dtype=np.float64).reshape(-1, columns).view(np.uint64)
+        bits = bits >> self.drop
+        bits *= self._halves(len(bits), 0)[:, None] + self._halves(columns, 1)
         return (bits.view(np.int64) * 2.0**-63).reshape(x.shape)
+
+    def _halves(self, count: int, parity: int) -> np.ndarray:
+        """One of two random keys, even or odd, for each of `count` rows or columns."""
+        keys = self.rng.integers(2**63, size=2, dtype=np.uint64) * np.uint64(2) + np.uint64(parity)
+        return keys[self.rng.integers(2, size=count)]
 
     def _uniform(self, shape: tuple[int, ...]) -> np.ndarray:
         """Numbers in [-1, 1): a random stretch of one long sample, since drawing is slow."""

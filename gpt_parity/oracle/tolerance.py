@@ -4,12 +4,16 @@ One clean float64 run G_0 of the NumPy twin, then K runs with every result pertu
 rounding of the dtype judged:  tol = 16 max_k ||G_k - G_0|| + 12 u ||G_0||,  for the whole tensor
 and for each row of its last axis. The spread is taken around the same engine's clean run, so that
 a difference in meaning is never absorbed as noise. A tolerance of 0 asks for equality.
+
+Where rounding alone may choose another winner of a softmax, no finite tolerance is honest: what
+depends on it gets an infinite one, and counts as not judged.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -72,13 +76,54 @@ def noisy_runs(
 
 @dataclass(frozen=True)
 class Tolerances:
-    """Tolerances of everything that a trace holds, by the names of the trace."""
+    """Tolerances of everything that a trace holds, by the names of the trace.
+
+    `undecided` names the first scores between which rounding may choose ("" if there are none).
+    """
 
     unit: Unit
     loss: Tolerance
     values: dict[str, Tolerance]
     gradients: dict[str, Tolerance]
     parameters: dict[str, Tolerance]
+    undecided: str = ""
+
+
+def undecided_scores(clean: Trace, values: dict[str, Tolerance], unit: Unit) -> str:
+    """Name of the first softmax input with a row that may have several winners, or "".
+
+    A softmax is linear in errors up to about 1. With a tolerance tau > 1, the largest score wins
+    for certain only where its lead is over 2 tau and what is left of the others' weight,
+    exp(2 tau - lead), is under u.
+    """
+    logits = list(clean.values)[-1]
+    for name, x in clean.values.items():
+        if name not in clean.kept and name != logits:
+            continue
+        scores = np.where(clean.kept[name], x, -math.inf) if name in clean.kept else x
+        scores = np.concatenate([scores, np.full((*x.shape[:-1], 1), -math.inf)], axis=-1)
+        second, first = np.moveaxis(np.partition(scores, -2, axis=-1)[..., -2:], -1, 0)
+        tau = values[name].rows
+        if ((tau > 1.0) & (first - second < 2.0 * tau - math.log(unit.u))).any():
+            return name
+    return ""
+
+
+def _without_judgement(tolerances: Tolerances) -> Tolerances:
+    """Infinite tolerances for all that depends on undecided scores: what follows, and gradients."""
+
+    def endless(part: dict[str, Tolerance], names: Sequence[str]) -> dict[str, Tolerance]:
+        wide = {n: Tolerance(math.inf, np.full_like(part[n].rows, math.inf)) for n in names}
+        return {**part, **wide}
+
+    names = list(tolerances.values)
+    later = names[names.index(tolerances.undecided) + 1 :]
+    loss = endless({"loss": tolerances.loss}, ["loss"] if later else [])["loss"]
+    return replace(
+        tolerances, loss=loss, values=endless(tolerances.values, later),
+        gradients=endless(tolerances.gradients, list(tolerances.gradients)),
+        parameters=endless(tolerances.parameters, list(tolerances.parameters)),
+    )  # fmt: skip
 
 
 def trace_tolerances(clean: Trace, noisy: list[Trace], unit: Unit) -> Tolerances:
@@ -97,14 +142,15 @@ def trace_tolerances(clean: Trace, noisy: list[Trace], unit: Unit) -> Tolerances
         name: spread_tolerance(kept(name, x), [kept(name, t.values[name]) for t in noisy], unit)
         for name, x in clean.values.items()
     }
-
-    return Tolerances(
+    tolerances = Tolerances(
         unit,
         spread_tolerance(clean.loss, [t.loss for t in noisy], unit),
         values,
         part(lambda t: t.gradients),
         part(lambda t: t.parameters),
+        undecided_scores(clean, values, unit),
     )
+    return _without_judgement(tolerances) if tolerances.undecided else tolerances
 
 
 def model_tolerances(

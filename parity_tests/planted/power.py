@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from parity_tests.models import ModelCase, judge, random_case
+from parity_tests.models import SIZES, ModelCase, judge, random_case
 from parity_tests.planted import PlantedBug, planted
 from parity_tests.planted.blind import BLIND_BUGS
 from parity_tests.planted.table import BUGS
@@ -141,7 +141,7 @@ def examine(bug: PlantedBug, profile: str, enough: int | None) -> Finding:
 def _localise(finding: Finding) -> None:
     """Judge a few clean-weight models whose one twin has the mistake."""
     for seed in range(LOCALISED_CASES):
-        case = ModelCase("distinct primes", "normal", 0.5, seed)
+        case = ModelCase(SIZES["distinct primes"], "normal", 0.5, seed)
         try:
             report = judge(case, "torch", "float64")
         except Exception as error:  # the mistake may break the pass itself
