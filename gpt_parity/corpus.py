@@ -88,7 +88,7 @@ class CharTokenizer:
             raise ValueError(f"ids have shape {array.shape}, (n,) is needed")
         if array.size == 0:
             return ""
-        if array.dtype.kind not in "iu":
+        if array.dtype.kind not in ("i", "u"):
             # Integers too large for NumPy's arrive as floats or objects: out of range, no less.
             exact = np.asarray(ids, dtype=object)
             if not all(type(i) is int for i in exact):

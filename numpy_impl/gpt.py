@@ -146,7 +146,7 @@ def check_mask_value(mask_value: float, dtype: np.dtype, allow_leak: bool) -> No
 def check_tokens(tokens: np.ndarray, vocab_size: int, context_size: int) -> np.ndarray:
     """`tokens` as (B, T) integers in 0..vocab_size-1 with 1 <= T <= context_size, or an error."""
     tokens = np.asarray(tokens)
-    if tokens.dtype.kind not in "iu":
+    if tokens.dtype.kind not in ("i", "u"):
         raise TypeError(f"tokens: got dtype {tokens.dtype}, needed integers")
     if tokens.ndim != 2 or tokens.size == 0:
         raise ValueError(f"tokens: got shape {tokens.shape}, needed (B, T), neither of them 0")

@@ -46,17 +46,18 @@ class ParameterBuffer:
         self.parameters = parameters
         self.data = np.empty(sum(p.data.size for p in parameters), parameters[0].dtype)
         self.grad = np.zeros_like(self.data)
-        self.slices = [slice(0, 0)] * len(parameters)
+        rows: dict[int, slice] = {}
         end = 0
         for i, p in sorted(enumerate(parameters), key=lambda pair: pair[1].ndim < 2):
             start, end = end, end + p.data.size
-            self.slices[i] = slice(start, end)
+            rows[i] = slice(start, end)
             view = self.data[start:end].reshape(p.shape)
             view[...] = p.data
             p.data, p.grad_view, p.buffer = view, self.grad[start:end].reshape(p.shape), self
             if p.grad is not None:
                 p.grad_view[...] = p.grad
                 p.grad = p.grad_view
+        self.slices = [rows[i] for i in range(len(parameters))]
 
 
 class Layer:

@@ -52,7 +52,7 @@ class AdamWOptimizer:
         if not max_norm > 0.0:
             raise ValueError(f"max_norm: got {max_norm}, needed a positive number")
         self._gather()
-        with np.errstate(over="ignore", invalid="ignore"):  # judged in the next line
+        with np.errstate(over="ignore"):  # judged in the next line
             norm = math.sqrt(np.dot(self.buffer.grad, self.buffer.grad))
         if error_if_nonfinite and not math.isfinite(norm):
             raise FloatingPointError(f"gradient norm: got {norm}, needed a finite number")
@@ -122,7 +122,11 @@ class AdamWOptimizer:
         }
 
     def load_state(self, state: dict[str, list[Any]]) -> None:
-        """Copy in what `state` of either backend returned."""
+        """Copy in what `state` of either backend returned.
+
+        Raises ValueError, before anything changed, where it does not fit these parameters.
+        """
+        check_state(state, [p.shape for p in self.parameters])
         for name, flat in (("exp_avg", self.exp_avg), ("exp_avg_sq", self.exp_avg_sq)):
             for rows, array in zip(self.buffer.slices, state[name], strict=True):
                 flat[rows] = np.asarray(array).reshape(-1)
@@ -141,3 +145,17 @@ def check_hyperparameters(
         raise ValueError(f"eps: got {eps}, needed a finite number of at least 0")
     if not (math.isfinite(weight_decay) and weight_decay >= 0.0):
         raise ValueError(f"weight_decay: got {weight_decay}, needed a finite number of at least 0")
+
+
+def check_state(state: dict[str, list[Any]], shapes: list[tuple[int, ...]]) -> None:
+    """Raise ValueError unless `state` has moments of these shapes and as many step counts."""
+    for name in ("exp_avg", "exp_avg_sq", "steps"):
+        if len(state[name]) != len(shapes):
+            raise ValueError(f"{name}: got {len(state[name])}, needed {len(shapes)}")
+    for name in ("exp_avg", "exp_avg_sq"):
+        for i, (array, shape) in enumerate(zip(state[name], shapes, strict=True)):
+            if np.shape(array) != shape:
+                raise ValueError(f"{name} {i}: got shape {np.shape(array)}, needed {shape}")
+    for i, count in enumerate(state["steps"]):
+        if int(count) != count or count < 0:
+            raise ValueError(f"steps {i}: got {count}, needed an integer of at least 0")

@@ -233,6 +233,27 @@ def test_the_future_has_exactly_no_influence(
 
 @pytest.mark.reference("exact property")
 @pytest.mark.parametrize("twin", TWINS, ids=lambda twin: twin.name)
+@given(attentions(), st.data())
+def test_later_keys_have_no_influence_whatever_their_number(
+    twin: Twin, example: Attention, data: st.DataObject
+) -> None:
+    queries, keys = example.q[-2], example.k[-2]
+    last = data.draw(st.integers(0, queries - 1), label="last query looked at")
+    q, k, v = example.arrays("float64")
+    outputs = []
+    for scale in (1.0, 1e3):
+        changed = [array.copy() for array in (k, v)]
+        for array in changed:
+            array[..., last + 1 :, :] = scale * (array[..., last + 1 :, :] + 1.0)
+        leaves = [twin.tensor(array) for array in (q, *changed)]
+        out, weights = twin.functional.causal_attention(*leaves)
+        outputs.append(twin.array(out)[..., : last + 1, :])
+        assert (twin.array(weights)[..., ~np.tri(queries, keys, dtype=bool)] == 0.0).all()
+    np.testing.assert_array_equal(*outputs)
+
+
+@pytest.mark.reference("exact property")
+@pytest.mark.parametrize("twin", TWINS, ids=lambda twin: twin.name)
 @given(attentions(mask=True))
 def test_what_no_position_attends_to_has_no_influence(twin: Twin, example: Attention) -> None:
     q, k, v = example.arrays("float64")
@@ -275,6 +296,27 @@ def test_attention_by_hand(twin: Twin) -> None:
     out, weights = twin.functional.causal_attention(q, k, v)
     np.testing.assert_allclose(twin.array(weights), [[1.0, 0.0], [0.25, 0.75]], rtol=1e-15)
     np.testing.assert_allclose(twin.array(out), [[4.0, 8.0, 0.0], [7.0, 2.0, 0.75]], rtol=1e-15)
+
+
+@pytest.mark.reference("by hand")
+@pytest.mark.parametrize("twin", TWINS, ids=lambda twin: twin.name)
+def test_the_causal_mask_starts_at_the_first_key_whatever_their_number(twin: Twin) -> None:
+    """Query i sees keys 0 to i: keys beyond the last query are not seen by any.
+
+    Scores are 0, ln 3, ln 4, so of two keys the weights are 1/4, 3/4, of three 1/8, 3/8, 4/8.
+    """
+    scores, values = np.log([[1.0], [3.0], [4.0]]), np.array([[8.0], [16.0], [64.0]])
+    weights = np.array([[1.0, 0.0, 0.0], [0.25, 0.75, 0.0], [0.125, 0.375, 0.5]])
+    out = np.array([[8.0], [14.0], [39.0]])
+    for queries in (1, 2, 3):
+        q, k, v = (twin.tensor(a) for a in (np.ones((queries, 1)), scores, values))
+        found = [twin.array(x) for x in twin.functional.causal_attention(q, k, v)]
+        np.testing.assert_allclose(found[0], out[:queries], rtol=1e-14)
+        np.testing.assert_allclose(found[1], weights[:queries], rtol=1e-14)
+    q, k, v = (twin.tensor(a) for a in (np.ones((3, 1)), scores[:2], values[:2]))
+    found = [twin.array(x) for x in twin.functional.causal_attention(q, k, v)]
+    np.testing.assert_allclose(found[0], [[8.0], [14.0], [14.0]], rtol=1e-14)
+    np.testing.assert_allclose(found[1], [[1.0, 0.0], [0.25, 0.75], [0.25, 0.75]], rtol=1e-14)
 
 
 @pytest.mark.parametrize("twin", TWINS, ids=lambda twin: twin.name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import os
 import re
@@ -12,6 +13,7 @@ import sys
 import time
 from dataclasses import fields
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,8 +24,10 @@ from gpt_parity.cli import main
 from gpt_parity.config import BACKENDS, GenerateConfig, GPTConfig, TrainConfig, VerifyConfig
 from gpt_parity.corpus import CharDataset
 from gpt_parity.provenance import command_line, provenance
-from gpt_parity.training import GPTTrainer
+from gpt_parity.training import GPTTrainer, StepResult
 from gpt_parity.weights import get_weights, load_checkpoint
+
+pytestmark = pytest.mark.reference("by hand")
 
 CHECKOUT = Path(__file__).resolve().parents[1]
 TEXT = "Früh übt sich, was ein Meister werden will.\n" * 12
@@ -131,6 +135,40 @@ def test_train_does_what_the_trainer_does(backend: str, capsys: pytest.CaptureFi
     metrics = [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()]
     assert metrics[0]["loss"] == (results[0].loss + results[1].loss) / 2
     assert metrics[0]["grad_norm"] == results[1].grad_norm and metrics[0]["lr"] == 0.02
+
+
+@pytest.mark.reference("by hand")
+def test_the_last_line_of_metrics_is_the_mean_of_its_own_steps() -> None:
+    """Losses 5, 1 and 2, 4 and 9, every 2 of 5 steps: means 3, 3 and 9."""
+    written = io.StringIO()
+    quiet = SimpleNamespace(rate=lambda step: 0.0, is_due=lambda: False, check=lambda: None)
+    run = runs.Run(TrainConfig(log_every=2), GPTConfig(2), None, None, 5, {}, written, quiet, quiet)
+    for step, loss in enumerate((5.0, 1.0, 2.0, 4.0, 9.0), start=1):
+        run.after_step(step, StepResult(loss, 0.5, 0.25))
+    lines = [json.loads(line) for line in written.getvalue().splitlines()]
+    assert [(m["step"], m["loss"]) for m in lines] == [(2, 3.0), (4, 3.0), (5, 9.0)]
+
+
+@pytest.mark.reference("exact property")
+def test_every_line_of_metrics_is_the_mean_of_the_steps_since_the_last(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Whatever the interval: 7 steps in lines of 1, 3 and 5."""
+    losses: dict[int, dict[int, float]] = {}
+    for every in (1, 3, 5):
+        flags = ["--context-size", "4", "--embedding-size", "4", "--blocks", "1", "--out",
+                 f"run{every}", "--max-steps", "7", "--log-every", str(every)]  # fmt: skip
+        assert main(["train", "--data", "text.txt", *flags]) == 0
+        lines = Path(f"run{every}/metrics.jsonl").read_text().splitlines()
+        metrics = [m for m in map(json.loads, lines) if m["event"] == "train"]
+        losses[every] = {m["step"]: m["loss"] for m in metrics}
+    for every, found in losses.items():
+        ends = [*range(every, 7, every), 7]
+        starts = [0, *ends[:-1]]
+        assert list(found) == ends
+        for start, end in zip(starts, ends, strict=True):
+            steps = [losses[1][step] for step in range(start + 1, end + 1)]
+            assert found[end] == sum(steps) / len(steps)
 
 
 def test_both_backends_train_and_continue_alike(capsys: pytest.CaptureFixture[str]) -> None:

@@ -86,6 +86,19 @@ def test_encode_refuses_exactly_the_texts_with_unknown_characters(known: str, te
     assert len(message.splitlines()) == 1
 
 
+@pytest.mark.reference("exact property")
+@given(any_text, any_text)
+def test_what_is_encoded_comes_back_or_is_refused(known: str, text: str) -> None:
+    tokenizer = CharTokenizer.from_text(known)
+    for mixed in (text, known + text, text + known):
+        try:
+            ids = tokenizer.encode(mixed)
+        except ValueError:
+            assert not set(mixed) <= set(tokenizer.vocabulary)
+        else:
+            assert tokenizer.decode(ids) == mixed
+
+
 @pytest.mark.parametrize(
     ("prompt", "named"), [("dab", "'d'"), ("a\U0001f600", "'\U0001f600'"), ("A", "'A'")]
 )
@@ -195,6 +208,16 @@ def test_the_bytes_of_the_file_are_the_text(tmp_path: Path, data: bytes, text: s
     assert (found.text, found.name, found.is_fallback) == (text, "some text.txt", False)
     assert found.sha256 == hashlib.sha256(data).hexdigest()
     assert text not in repr(found)
+
+
+@pytest.mark.reference("exact property")
+@pytest.mark.parametrize("marks", range(4))
+@pytest.mark.parametrize("text", ["a", "\r\n\x00", "b\ufeff", "\ufffe\U0010ffff", TYPOGRAPHIC])
+def test_text_is_the_bytes_without_one_leading_mark(tmp_path: Path, text: str, marks: int) -> None:
+    data = (marks * "\ufeff" + text).encode()
+    path = tmp_path / "marks.txt"
+    path.write_bytes(data)
+    assert read_corpus(path).text.encode() == data.removeprefix(b"\xef\xbb\xbf")
 
 
 def test_reading_does_not_depend_on_the_locale(tmp_path: Path) -> None:

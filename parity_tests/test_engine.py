@@ -17,11 +17,13 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import numpy_impl
+import torch_impl.functional
 from numpy_impl import functional as F
 from numpy_impl import tape
 from numpy_impl.layers import GELU, Layer, Parameter
 from numpy_impl.tape import Observer, no_grad, observe
 from numpy_impl.tensor import Tensor
+from parity_tests.comparers import assert_agree
 from parity_tests.strategies import seeds
 
 pytestmark = pytest.mark.reference("by hand")
@@ -88,6 +90,55 @@ def test_backward_twice_over_one_graph() -> None:
     with pytest.raises(RuntimeError, match="freed by an earlier backward"):
         y.backward()
     assert w.grad == 48.0
+
+
+def test_a_second_loss_on_freed_inner_tensors() -> None:
+    """h = w^2 = 9: the first loss h^2 gives 2 h 2 w = 108, the second 5 h would add 5 2 w = 30."""
+    w = tensor(3.0)
+    h = w * w
+    first, second = h * h, 5.0 * h
+    first.backward()
+    assert w.grad == 108.0
+    with pytest.raises(RuntimeError, match="freed by an earlier backward"):
+        second.backward()
+    assert w.grad == 108.0
+
+    w = tensor(3.0)
+    h = w * w
+    first, second = h * h, 5.0 * h
+    first.backward(retain_graph=True)
+    second.backward()
+    assert w.grad == 138.0
+
+
+SHARED_INNER: dict[str, Any] = {
+    "product": (lambda x: x * x, lambda x: x * x),
+    "matmul": (lambda x: x @ x, lambda x: x @ x),
+    "gelu": (F.gelu, torch_impl.functional.gelu),
+    "softmax": (F.softmax, torch_impl.functional.softmax),
+}
+
+
+@pytest.mark.reference("other backend")
+@pytest.mark.parametrize("inner", SHARED_INNER)
+@pytest.mark.parametrize("retain", (True, False))
+def test_two_losses_over_one_inner_tensor(inner: str, retain: bool) -> None:
+    """Both backends end the second loss alike, and keep the gradient that was there."""
+    x = np.random.default_rng(3).standard_normal((3, 3))
+    leaf, twin = Tensor(x), torch.tensor(x, requires_grad=True)
+    ended = []
+    for own, call in zip((leaf, twin), SHARED_INNER[inner], strict=True):
+        h = call(own)
+        first, second = (h * h).sum(), (h * 2.0).sum()
+        first.backward(retain_graph=retain)
+        try:
+            second.backward()
+        except RuntimeError as error:
+            ended.append("retain_graph" in str(error))
+        else:
+            ended.append(False)
+    assert ended == [not retain] * 2
+    assert_agree("gradient", 1, leaf.grad, twin.grad.numpy())
 
 
 def test_two_training_steps_without_zeroing_add_up() -> None:
@@ -160,6 +211,29 @@ def test_broadcasting_is_undone() -> None:
     np.testing.assert_array_equal(b.grad, [[10.0] * 4])
 
 
+@pytest.mark.parametrize(
+    ("axis", "mean", "gradient"),
+    [
+        (None, 6.0, [[2.0] * 3] * 2),  # (1 + 2 + 6 + 3 + 8 + 16) / 6, and 12 / 6
+        (0, [2.0, 5.0, 11.0], [[6.0] * 3] * 2),  # columns of 2
+        (1, [3.0, 9.0], [[4.0] * 3] * 2),  # rows of 3
+        (-1, [3.0, 9.0], [[4.0] * 3] * 2),
+        ((0, 1), 6.0, [[2.0] * 3] * 2),
+    ],
+)
+@pytest.mark.parametrize("keepdims", (False, True))
+def test_mean_divides_by_the_elements_summed(
+    axis: Any, mean: Any, gradient: Any, keepdims: bool
+) -> None:
+    x = tensor([[1.0, 2.0, 6.0], [3.0, 8.0, 16.0]])
+    out = x.mean(axis, keepdims)
+    out.backward(np.full(out.shape, 12.0))
+    assert out.ndim == (2 if keepdims else np.ndim(mean))
+    np.testing.assert_array_equal(out.data.reshape(np.shape(mean)), mean)
+    assert x.mean(axis).ndim == np.ndim(mean)
+    np.testing.assert_array_equal(x.grad, gradient)
+
+
 def test_unbroadcast_refuses_what_did_not_broadcast() -> None:
     for grad, shape in (((2, 3), (2, 4)), ((3,), (2, 3)), ((2, 3), (3, 2))):
         with pytest.raises(ValueError, match="does not reduce to"):
@@ -194,6 +268,14 @@ def test_gradients_of_two_leaves_share_no_memory() -> None:
     assert optimizer.clip_grad_norm(1.0) == np.sqrt(18.0)
     scaled = 3.0 * (1.0 / (np.sqrt(18.0) + 1e-6))
     np.testing.assert_allclose([p.grad[0], q.grad[0]], [scaled, scaled], rtol=1e-15)
+
+
+def test_scaling_one_gradient_in_place_leaves_the_others() -> None:
+    """d(x + y) hands (3, 4) to both: halved, one is (1.5, 2), the other still (3, 4)."""
+    x, y, g = tensor(0.5, 0.25), tensor(1.0, 2.0), np.array([3.0, 4.0])
+    (x + y).backward(g)
+    x.grad *= 0.5
+    assert (x.grad.tolist(), y.grad.tolist(), g.tolist()) == ([1.5, 2.0], [3.0, 4.0], [3.0, 4.0])
 
 
 def test_gelu_of_one_tensor_twice() -> None:
@@ -312,6 +394,14 @@ def test_reflected_operators_take_arrays_and_numbers() -> None:
     ):  # fmt: skip
         assert isinstance(out, Tensor)
         np.testing.assert_array_equal(out.data, expected)
+
+
+def test_a_number_as_divisor_costs_no_gradient() -> None:
+    x = tensor(3.0, 4.0)
+    quotient = x / 2.0
+    grad, none = quotient.gradient_fn(np.ones(2))
+    assert grad.tolist() == [0.5, 0.5] and none is None
+    assert x.detach().requires_grad is False
 
 
 def test_data_is_copied_in_and_out() -> None:

@@ -200,6 +200,22 @@ def test_the_loss_of_a_confident_wrong_answer_is_not_clipped(twin: Twin, gap: fl
 
 
 @both_twins
+def test_a_loss_of_infinite_logits_is_nan_without_a_warning(twin: Twin) -> None:
+    for value in (math.inf, math.nan):
+        x = twin.tensor(np.array([[value, 0.0]]))
+        assert np.isnan(twin.array(twin.functional.cross_entropy(x, np.array([1]))))
+
+
+@both_twins
+def test_ids_may_be_a_list_or_a_tensor(twin: Twin) -> None:
+    table = twin.tensor(np.array([[1.0], [2.0], [3.0]]))
+    ids = [2, 0]
+    tensor = Tensor(np.array(ids)) if twin.name == "numpy" else torch.tensor(ids)
+    for given in (ids, tensor, np.array(ids)):
+        assert twin.array(twin.functional.embedding(table, given)).tolist() == [[3.0], [1.0]]
+
+
+@both_twins
 @pytest.mark.parametrize("labels", ([-1], [3], [-100], [0, -100]), ids=str)
 def test_labels_out_of_range_raise(twin: Twin, labels: list[int]) -> None:
     logits = twin.tensor(np.log(np.array([[0.2, 0.3, 0.5]] * len(labels))))

@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from numpy_impl import layers
 from numpy_impl.layers import Layer, Linear, Parameter, ParameterBuffer
@@ -87,7 +89,7 @@ def test_train_and_eval_reach_every_layer(twin: Twin) -> None:
     every = [module for _, module in model.named_modules()]
     assert all(module.training for module in every)
     assert len(every) == (24 if twin is NUMPY else 25)  # PyTorch's list is a module too
-    assert model.eval() is model and not any(module.training for module in every)
+    assert model.eval() is model and {module.training for module in every} == {False}
     assert model.train() is model and all(module.training for module in every)
 
 
@@ -108,6 +110,24 @@ def test_state_never_aliases() -> None:
         np.testing.assert_array_equal(parameter.data, before[name] + np.float32(1.0))
         state[name] += 1.0
         np.testing.assert_array_equal(parameter.data, before[name] + np.float32(1.0))
+
+
+@pytest.mark.reference("exact property")
+def test_a_state_of_another_precision_is_rounded() -> None:
+    model = NUMPY.gpt.GPT(5, 4, 3, 1)
+    state = NUMPY.gpt.GPT(5, 4, 3, 1, seed=2, dtype=np.float64).state_dict()
+    model.load_state_dict(state)
+    for name, array in model.state_dict().items():
+        np.testing.assert_array_equal(array, state[name].astype(np.float32), strict=True)
+
+
+@both_twins
+def test_the_default_seed_is_zero(twin: Twin) -> None:
+    weights, others = (
+        twin.array(next(model.parameters()))
+        for model in (twin.gpt.GPT(5, 4, 3, 1), twin.gpt.GPT(5, 4, 3, 1, seed=0))
+    )
+    np.testing.assert_array_equal(weights, others)
 
 
 @pytest.mark.parametrize("fault", ("missing", "extra", "shape", "complex"))
@@ -160,6 +180,18 @@ def test_parameters_of_a_model_are_views_into_one_buffer() -> None:
         np.testing.assert_array_equal(p.grad, 2.0 * grad)
 
 
+@pytest.mark.parametrize("part", ("all", "reversed", "some"))
+def test_an_optimizer_of_all_parameters_works_in_the_memory_of_the_model(part: str) -> None:
+    model = NUMPY.gpt.GPT(5, 4, 3, 1)
+    parameters = list(model.parameters())
+    memory = parameters[0].buffer
+    chosen = {"all": parameters, "reversed": parameters[::-1], "some": parameters[1:]}[part]
+    optimizer = NUMPY.optim.AdamWOptimizer(chosen)
+    assert (optimizer.buffer is memory) is (part == "all")
+    for p, rows in zip(chosen, optimizer.buffer.slices, strict=True):
+        np.testing.assert_array_equal(p.data.reshape(-1), optimizer.buffer.data[rows])
+
+
 def test_a_buffer_refuses_duplicates_and_mixed_dtypes() -> None:
     p = Parameter(np.ones(2))
     with pytest.raises(ValueError, match="one of them stands twice"):
@@ -204,6 +236,22 @@ def test_a_fill_that_leaks_is_refused(twin: Twin, dtype: str, bound: int) -> Non
         twin.gpt.GPT(5, 4, 3, 1, dtype=kind, mask_value=leaks, allow_leak=True)
     with pytest.raises(ValueError, match="mask_value: got nan"):
         twin.gpt.GPT(5, 4, 3, 1, dtype=kind, mask_value=NAN, allow_leak=True)
+
+
+@pytest.mark.reference("exact property")
+@both_twins
+@pytest.mark.parametrize("dtype", ("float32", "float64"))
+@given(st.floats(0.9, 1.2))
+def test_every_fill_accepted_weighs_exactly_nothing(twin: Twin, dtype: str, part: float) -> None:
+    """Around the fills whose exponentials are the smallest numbers, normal and subnormal."""
+    number = np.dtype(dtype).type
+    fill = part * math.log(np.finfo(dtype).tiny)
+    try:
+        twin.gpt.GPT(2, 2, 1, 1, dtype=twin.dtypes[dtype], mask_value=fill)
+    except ValueError:
+        assert np.exp(number(fill + 1.0)) > 0.0  # no fill is refused that is clear of the bound
+    else:
+        assert np.exp(number(fill)) == 0.0
 
 
 @pytest.mark.reference("exact property")

@@ -20,6 +20,7 @@ from gpt_parity.oracle.rounding import FLOAT32, FLOAT64, TABLE, Call, Unit, boun
 from numpy_impl import functional as F
 from numpy_impl.tape import unbroadcast
 from numpy_impl.tensor import Tensor
+from parity_tests.comparers import assert_within
 from parity_tests.registry import BY_ID, ROWS, Row, reduced
 from parity_tests.strategies import Example, cotangent, examples
 from torch_impl import functional as tF
@@ -81,22 +82,6 @@ def backward_bound(row: Row, out: Tensor, i: int, g: np.ndarray, unit: Unit) -> 
     )
 
 
-def assert_within(
-    candidate: np.ndarray, reference: np.ndarray, allowed: np.ndarray | float, what: str
-) -> None:
-    assert candidate.shape == reference.shape, f"{what}: {candidate.shape}, not {reference.shape}"
-    same = candidate == reference
-    with np.errstate(invalid="ignore"):  # equal infinities
-        error = np.abs(candidate.astype(np.float64) - reference)
-    ok = same | (error <= allowed)
-    if not ok.all():
-        first = tuple(int(i) for i in np.argwhere(~ok)[0])
-        raise AssertionError(
-            f"{what}: first at {first}: {candidate[first]!r}, needed {reference[first]!r} "
-            f"within {np.broadcast_to(allowed, ok.shape)[first]:.3g}, error {error[first]:.3g}"
-        )
-
-
 def arguments(row: Row, data: st.DataObject) -> tuple[Example, list[Any]]:
     example = data.draw(row.inputs, label=row.id)
     return example, example.others()
@@ -137,7 +122,7 @@ def test_forward_in_float32(row: Row, data: st.DataObject) -> None:
     }
     for backend, candidate in candidates.items():
         assert candidate.dtype == np.float32
-        assert_within(candidate, reference.data, allowed, f"{backend} in float32")
+        assert_within(candidate, reference.data, allowed, f"{backend} in float32", "float32")
 
 
 @other_backend
@@ -180,7 +165,7 @@ def test_vjp_in_float32(row: Row, data: st.DataObject) -> None:
         for backend, candidate in (("numpy", leaf.grad), ("torch", theirs[i])):
             assert candidate.dtype == np.float32
             what = f"gradient {i}, {backend} in float32"
-            assert_within(candidate, references[i].grad, allowed[i], what)
+            assert_within(candidate, references[i].grad, allowed[i], what, "float32")
 
 
 def complex_step(
@@ -346,7 +331,12 @@ FAN_OUT = {
     "x @ x^T": lambda x: x @ x.transpose(-2, -1),
     "x @ x^T @ x": lambda x: x @ x.transpose(-2, -1) @ x,
     "x * sum(x)": lambda x: x * x.sum(-1, True),
+    "(h + x) + h": lambda x: h_plus_x_plus_h(x * x, x),
 }
+
+
+def h_plus_x_plus_h(h: Any, x: Any) -> Any:
+    return (h + x) + h
 
 
 @other_backend
@@ -364,6 +354,55 @@ def test_a_tensor_used_several_times_gets_the_total_derivative(
     theirs.backward(torch.tensor(g))
     np.testing.assert_array_equal(out.data, theirs.detach().numpy())
     np.testing.assert_array_equal(leaf.grad, twin.grad.numpy())
+
+
+# Addition hands one array to both operands, of which one gets more from elsewhere.
+SHARED_COTANGENT = {
+    "(x + y) + x": lambda x, y: (x + y) + x,
+    "y + (x + y)": lambda x, y: y + (x + y),
+    "(x + y) + (y + x)": lambda x, y: (x + y) + (y + x),
+    "(x + y) + (x + y) * x": lambda x, y: (x + y) + (x + y) * x,
+}
+
+
+@other_backend
+@pytest.mark.parametrize("expression", SHARED_COTANGENT)
+@given(st.integers(1, 4), st.integers(1, 4), st.integers(0, 2**32 - 1))
+def test_operands_that_share_a_cotangent_have_gradients_of_their_own(
+    expression: str, rows: int, columns: int, seed: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    arrays = [integers(rng, rows, columns) for _ in range(2)]
+    leaves = [Tensor(array) for array in arrays]
+    twins = [torch.tensor(array, requires_grad=True) for array in arrays]
+    out = SHARED_COTANGENT[expression](*leaves)
+    g = integers(rng, *out.shape)
+    SHARED_COTANGENT[expression](*twins).backward(torch.tensor(g))
+    kept = g.copy()
+    out.backward(g)
+    np.testing.assert_array_equal(g, kept)
+    for leaf, twin in zip(leaves, twins, strict=True):
+        np.testing.assert_array_equal(leaf.grad, twin.grad.numpy())
+
+
+@other_backend
+@pytest.mark.parametrize("name", ("embedding", "cross_entropy", "Embedding", "GPTLoss"))
+@given(st.data())
+def test_ids_refilled_between_forward_and_backward(name: str, data: st.DataObject) -> None:
+    """One buffer for all batches: what was looked up counts, not what the buffer holds later."""
+    row = BY_ID[name]
+    example, (ids,) = arguments(row, data)
+    (x,) = example.arrays(np.float64)
+    size = x.shape[0] if row.name == "embedding" else x.shape[-1]
+    ids = np.array(ids, np.int64)
+    (leaf,), out = run_numpy(row, [x], [ids])
+    (twin,), theirs = run_torch(row, [x], [ids])
+    g = example.cotangent(out.shape, np.float64)
+    allowed = 2.0 * backward_bound(row, out, 0, g, FLOAT64)
+    ids[...] = (ids + 1) % size
+    out.backward(g)
+    theirs.backward(torch.tensor(g.copy()))
+    assert_within(leaf.grad, twin.grad.numpy(), allowed, "gradient, numpy against torch")
 
 
 @exact_property

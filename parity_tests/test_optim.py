@@ -44,6 +44,29 @@ def test_eps_stands_outside_the_root_and_after_the_correction(twin: Twin) -> Non
 
 
 @both_twins
+def test_the_first_step_has_the_length_of_the_default_rate(twin: Twin) -> None:
+    (p,), optimizer = optimizer_of(twin, [np.array([1.0])])
+    set_grad(twin, p, np.array([5.0]))
+    optimizer.step()
+    np.testing.assert_allclose(twin.array(p), [0.999], rtol=1e-11)  # eps: 1e-3 * 1e-8 / 5
+
+
+@both_twins
+def test_a_new_rate_is_that_of_every_parameter(twin: Twin) -> None:
+    """Matrices and vectors stand in groups of their own in PyTorch."""
+    parameters, optimizer = optimizer_of(
+        twin, [np.ones((1, 1)), np.ones(1)], lr=1.0, weight_decay=0.0
+    )
+    optimizer.lr = 0.25
+    for p in parameters:
+        set_grad(twin, p, np.ones(tuple(p.shape)))
+    optimizer.step()
+    assert optimizer.lr == 0.25
+    for p in parameters:
+        np.testing.assert_allclose(twin.array(p).item(), 0.75, rtol=1e-7)
+
+
+@both_twins
 def test_decay_is_decoupled_and_for_matrices_only(twin: Twin) -> None:
     arrays = [np.array([[2.0]]), np.array([2.0]), np.array([[2.0]])]
     (matrix, vector, idle), optimizer = optimizer_of(twin, arrays, lr=0.1, weight_decay=0.1)
@@ -54,6 +77,51 @@ def test_decay_is_decoupled_and_for_matrices_only(twin: Twin) -> None:
     assert twin.array(vector) == 2.0
     assert twin.array(idle) == 2.0
     assert optimizer.state()["steps"] == [1, 1, 0]
+
+
+@both_twins
+def test_each_moment_decays_at_its_own_rate(twin: Twin) -> None:
+    """Gradients 1 and -1, betas 1/2 and 3/4, eps 0, lr 1.
+
+    m = 1/2, v = 1/4: both corrected 1, so w = -1. Then m = 1/4 - 1/2 = -1/4, v = 3/16 + 1/4 = 7/16:
+    corrected by 1 - 1/4 = 3/4 and by 1 - 9/16 = 7/16 they are -1/3 and 1, so w = -2/3.
+    """
+    (p,), optimizer = optimizer_of(
+        twin, [np.zeros(1)], lr=1.0, betas=(0.5, 0.75), eps=0.0, weight_decay=0.0
+    )
+    for grad, w, m, v in ((1.0, -1.0, 0.5, 0.25), (-1.0, -2.0 / 3.0, -0.25, 0.4375)):
+        set_grad(twin, p, np.array([grad]))
+        optimizer.step()
+        np.testing.assert_allclose(twin.array(p), [w], rtol=1e-15)
+        state = optimizer.state()
+        assert (state["exp_avg"][0], state["exp_avg_sq"][0]) == ([m], [v])
+
+
+@both_twins
+def test_a_parameter_without_a_gradient_waits(twin: Twin) -> None:
+    """Gradients of 1: both corrected moments are 1 at every step, and w = 0.99 w - 0.1.
+
+    From 1 that is 0.89 and 0.7811. A step without a gradient in between changes nothing: the
+    moments stay 0.1 and 0.001, the count 1, and the next step is the second.
+    """
+    (busy, idle), optimizer = optimizer_of(
+        twin, [np.ones((1, 1)), np.ones((1, 1))], lr=0.1, weight_decay=0.1, eps=0.0
+    )
+    found = []
+    for grad in (np.ones((1, 1)), None, np.ones((1, 1))):
+        set_grad(twin, busy, np.ones((1, 1)))
+        set_grad(twin, idle, grad)
+        optimizer.step()
+        state = optimizer.state()
+        moments = state["exp_avg"][1].item(), state["exp_avg_sq"][1].item()
+        found.append((twin.array(idle).item(), *moments, state["steps"]))
+    for (w, m, v, steps), expected in zip(
+        found,
+        ((0.89, 0.1, 0.001, [1, 1]), (0.89, 0.1, 0.001, [2, 1]), (0.7811, 0.19, 0.001999, [3, 2])),
+        strict=True,
+    ):
+        np.testing.assert_allclose((w, m, v), expected[:3], rtol=1e-12)
+        assert steps == expected[3]
 
 
 def test_optimizers_have_the_same_defaults() -> None:
@@ -252,6 +320,76 @@ def test_clipping_of_random_gradients(
 
 
 @pytest.mark.reference("other backend")
+@both_twins
+@pytest.mark.parametrize("exponent", (-20, -3, 0, 10))
+@pytest.mark.parametrize(
+    ("numbers", "norm"),
+    (([[3.0, 4.0]], 5.0), ([[1.0, 2.0, 2.0]], 3.0), ([[3.0, 4.0], [12.0]], 13.0)),
+)
+def test_clipping_at_exactly_the_limit(
+    twin: Twin, numbers: list[list[float]], norm: float, exponent: int
+) -> None:
+    """PyTorch's own clip scales by max_norm / (norm + 1e-6) here as well, by a hair."""
+    grads = [2.0**exponent * np.array(part) for part in numbers]
+    limit = 2.0**exponent * norm
+    parameters, optimizer = optimizer_of(twin, [np.zeros_like(g) for g in grads])
+    stock = [torch.nn.Parameter(torch.zeros(len(g), dtype=torch.float64)) for g in grads]
+    for p, q, g in zip(parameters, stock, grads, strict=True):
+        set_grad(twin, p, g)
+        q.grad = torch.tensor(g)
+    assert optimizer.clip_grad_norm(limit) == limit
+    assert torch.nn.utils.clip_grad_norm_(stock, limit).item() == limit
+    for p, q, g in zip(parameters, stock, grads, strict=True):
+        assert (twin.array(p.grad) < g).all()
+        allowed = OPERATION_FACTOR * UNITS["float64"].u
+        np.testing.assert_allclose(twin.array(p.grad), q.grad.numpy(), rtol=allowed)
+
+
+@pytest.mark.reference("other backend")
+@both_twins
+@pytest.mark.parametrize("present", ((0, 1, 2), (0, 2), (1,)))
+def test_clipping_after_other_parameters_had_gradients(
+    twin: Twin, present: tuple[int, ...]
+) -> None:
+    """PyTorch's own clip of the gradients of this step alone, those of a last one forgotten."""
+    rng = np.random.default_rng(len(present))
+    first, second = ([rng.standard_normal(shape) for shape in ((2, 3), (4,), (1, 2))]
+                     for _ in range(2))  # fmt: skip
+    parameters, optimizer = optimizer_of(twin, [np.zeros_like(g) for g in first])
+    for p, g in zip(parameters, first, strict=True):
+        set_grad(twin, p, g)
+    optimizer.step()
+    optimizer.zero_grad()
+    stock = [torch.nn.Parameter(torch.zeros(g.shape, dtype=torch.float64)) for g in second]
+    for i in present:
+        set_grad(twin, parameters[i], second[i])
+        stock[i].grad = torch.tensor(second[i])
+    norm = torch.nn.utils.clip_grad_norm_(stock, 0.5).item()
+    slack = OPERATION_FACTOR * math.sqrt(12) * UNITS["float64"].u
+    assert math.isclose(optimizer.clip_grad_norm(0.5), norm, rel_tol=slack)
+    for p, q in zip(parameters, stock, strict=True):
+        if q.grad is None:
+            assert p.grad is None
+        else:
+            np.testing.assert_allclose(twin.array(p.grad), q.grad.numpy(), rtol=2.0 * slack)
+
+
+@both_twins
+def test_a_gradient_of_an_earlier_step_is_not_in_the_norm(twin: Twin) -> None:
+    """d(p^2 + q^2) = 2 p, 2 q = 6, 8 has norm 10; d(p^2) alone has norm 6, and 6 / 2 = 3 is kept.
+
+    The limit 3 scales by 3 / (6 + 1e-6) = 0.5 / (1 + 1e-6 / 6).
+    """
+    (p, q), optimizer = optimizer_of(twin, [np.array([3.0]), np.array([4.0])])
+    (p * p + q * q).sum().backward()
+    assert optimizer.clip_grad_norm(100.0) == 10.0
+    optimizer.zero_grad()
+    (p * p).sum().backward()
+    assert optimizer.clip_grad_norm(3.0) == 6.0
+    np.testing.assert_allclose(twin.array(p.grad), [2.9999995000000833], rtol=1e-15)
+    assert q.grad is None
+
+
 @both_twins
 def test_clipping_skips_parameters_without_a_gradient(twin: Twin) -> None:
     (p, idle), optimizer = optimizer_of(twin, [np.zeros(2), np.zeros(2)])

@@ -80,6 +80,14 @@ def test_top_of_the_unit_interval_stays_inside(logits: list[float]) -> None:
     assert 0 <= sample(logits, 1.0, None, TOP) < len(logits)
 
 
+@pytest.mark.parametrize("temperature", [1.0, math.inf])
+def test_the_top_of_the_unit_interval_by_hand(temperature: float) -> None:
+    """0.1 is rounded, and ten of them add up to 1 - 2^-53, which is `TOP`: below no sum is left."""
+    assert sum([0.1] * 10) == TOP == 1.0 - 2.0**-53
+    assert sample([0.0] * 10, temperature, None, TOP) == 9
+    assert sample([-math.inf, *[0.0] * 10, -math.inf], temperature, None, TOP) == 10
+
+
 @pytest.mark.reference("exact property")
 @given(logit_lists, temperatures, top_ks, uniforms, uniforms)
 def test_a_larger_number_never_gives_a_lower_id(

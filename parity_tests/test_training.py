@@ -16,9 +16,18 @@ import torch_impl.functional
 from gpt_parity.backends import build_model, load_backend
 from gpt_parity.config import BACKENDS, GPTConfig
 from gpt_parity.corpus import CharDataset, CharTokenizer
+from gpt_parity.oracle.rounding import FLOAT64, TABLE, Call, bound
+from gpt_parity.schedule import WarmupCosineScheduler
 from gpt_parity.training import GPTTrainer, stream
-from gpt_parity.weights import get_weights, load_checkpoint, named_parameters, save_checkpoint
+from gpt_parity.weights import (
+    get_weights,
+    load_checkpoint,
+    named_parameters,
+    save_checkpoint,
+    set_weights,
+)
 from numpy_impl import Tensor, tape
+from parity_tests.comparers import assert_agree
 
 pytestmark = pytest.mark.reference("by hand")
 
@@ -39,22 +48,6 @@ def build(
     model = build_model(backend, config, seed=42, dtype=dtype)
     optimizer = implementation.AdamWOptimizer(model.parameters(), lr=1e-2)
     return GPTTrainer(model, implementation.GPTLoss(), optimizer), dataset
-
-
-def assert_agree(name: str, step: int, a: Any, b: Any, dtype: str = "float64") -> None:
-    """Two float64 results after `step` steps agree up to accumulated rounding, norm-wise.
-
-    One step composes about 50 roundings in sequence along its longest path (the operations of two
-    blocks forward and backward, the clip, AdamW), each of relative size at most u = 2^-53, and an
-    error of the weights enters the next step with a factor of about 1. Hence, to first order,
-    ||a - b|| <= 50 steps u ||b||. The bound is for training at moderate weights; it is loose.
-    """
-    assert np.asarray(a).dtype == np.asarray(b).dtype == dtype, name
-    distance, size = np.linalg.norm(np.subtract(a, b)), np.linalg.norm(b)
-    assert size > 0.0, f"{name} is zero after step {step}: nothing was compared"
-    assert distance <= 50 * step * 2.0**-53 * size, (
-        f"{name} after step {step}: off by {distance / size:.1e}"
-    )
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -94,6 +87,7 @@ def test_train_counts_steps_and_rates_from_zero(backend: str) -> None:
     assert asked == list(range(2 * count))
     assert seen == [(step, 1e-3 * step) for step in range(1, 2 * count + 1)]
     assert len(trainer.train(dataset, 2, scheduler, max_steps=3)) == 3
+    assert asked[2 * count :] == [0, 1, 2]  # each call starts the schedule anew
     assert trainer.steps == 2 * count + 3
     for options, message in (({"epochs": 0}, "epochs is 0"), ({"max_steps": 0}, "max_steps is 0")):
         with pytest.raises(ValueError, match=message):
@@ -117,6 +111,39 @@ def test_test_is_the_mean_over_tokens_with_the_likeliest_ids(backend: str, drop_
     if not drop_last:
         losses = [trainer.loss_fn(trainer.model(x), y).item() for x, y in dataset.batches("test")]
         assert abs(np.mean(losses) - whole) > 1e-6 * whole  # the equal-weight mean is another
+
+
+@pytest.mark.reference("exact property")
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_train_is_its_steps_with_the_rates_of_the_schedule(backend: str) -> None:
+    """To the bit, and in a second call as in the first."""
+    (trainer, dataset), (other, _) = build(backend), build(backend)
+    scheduler = WarmupCosineScheduler(1e-2, 4, 2, 1e-3)
+    for _ in range(2):
+        results = trainer.train(dataset, 1, scheduler, max_steps=3)
+        for t, found in enumerate(results):
+            other.optimizer.lr = scheduler(t)
+            assert found == other.train_step(*dataset.batch("train", t))
+        assert len(results) == 3
+    ours, theirs = get_weights(trainer.model), get_weights(other.model)
+    assert all(ours[name].tobytes() == theirs[name].tobytes() for name in ours)
+
+
+@pytest.mark.reference("other backend")
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("batch", [4, 6])
+def test_test_loss_against_cross_entropy_of_everything_at_once(backend: str, batch: int) -> None:
+    """The last batch is shorter than the others; PyTorch's own mean over the same logits."""
+    trainer, dataset = build(backend, batch=batch, drop_last=False)
+    # Batch by batch, so that the logits are those of `test` to the bit.
+    parts = [(trainer.model.predict(x), y) for x, y in dataset.batches("test")]
+    assert len(parts) > 1 and len(parts[-1][1]) < batch
+    logits, targets = (np.concatenate(part) for part in zip(*parts, strict=True))
+    whole = torch.nn.functional.cross_entropy(
+        torch.tensor(logits).flatten(0, 1), torch.tensor(targets).flatten()
+    ).item()
+    m = TABLE["cross_entropy"].forward(Call((logits, targets), np.array(whole), FLOAT64, {}))
+    assert abs(trainer.test(dataset)[1] - whole) <= 2.0 * bound(m, FLOAT64)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -224,6 +251,30 @@ def test_each_phase_has_its_own_mode_and_records_no_graph(backend: str) -> None:
     tests = dataset.batch_count("test")
     assert seen["modes"] == [{True}] + [{False}] * (tests + 2)
     assert seen["graph"] == [True] + [False] * (tests + 2)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_layer_that_depends_on_its_mode_by_hand(backend: str) -> None:
+    """An output of which a bias (ln 3, 0) alone is left doubles its logits in training mode.
+
+    In the text there is one character, id 0. Training: logits (ln 9, 0), loss ln(10/9) =
+    0.10536051565782628. Testing: logits (ln 3, 0), loss ln(4/3) = 0.28768207245178093. A rate of
+    0 leaves the weights as they are.
+    """
+    implementation = load_backend(backend)
+    dataset = CharDataset("a" * 90, context_size=4, batch_size=2, tokenizer=CharTokenizer("ab"))
+    model = build_model(backend, GPTConfig(2, 4, 3, 1), dtype="float64")
+    weights = {name: np.zeros_like(array) for name, array in get_weights(model).items()}
+    set_weights(model, weights | {"output.output.bias": np.array([math.log(3.0), 0.0])})
+    optimizer = implementation.AdamWOptimizer(model.parameters())
+    trainer = GPTTrainer(model, implementation.GPTLoss(), optimizer)
+    layer, forward = model.output, model.output.forward
+    layer.forward = lambda x: forward(x) * (2.0 if layer.training else 1.0)
+    model.eval()
+    results = trainer.train(dataset, 1, lambda step: 0.0, max_steps=3)
+    np.testing.assert_allclose([r.loss for r in results], [0.10536051565782628] * 3, rtol=1e-14)
+    model.train()
+    np.testing.assert_allclose(trainer.test(dataset)[1], 0.28768207245178093, rtol=1e-14)
 
 
 @pytest.mark.reference("exact property")

@@ -298,6 +298,73 @@ def test_training_goes_on_from_a_checkpoint_to_the_bit(backend: str, tmp_path: P
     assert same_bits(get_weights(straight.model), get_weights(resumed.model))
 
 
+def exchanged(parameters: list[Any]) -> list[Any]:
+    """The two biases of the block of shape (4,) change places: no shape tells them apart."""
+    first, second = [i for i, p in enumerate(parameters) if tuple(p.shape) == (4,)]
+    parameters[first], parameters[second] = parameters[second], parameters[first]
+    return parameters
+
+
+ORDERS: dict[str, Callable[[list[Any]], list[Any]]] = {
+    "exchanged": exchanged,
+    "reversed": lambda parameters: parameters[::-1],
+    "in a circle": lambda parameters: parameters[3:] + parameters[:3],
+}
+
+
+@pytest.mark.reference("exact property")
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("ways", WAYS)
+def test_moments_stay_with_their_parameters_in_any_order(
+    ways: tuple[str, str], order: str, tmp_path: Path
+) -> None:
+    """Saved from an optimizer of one order, loaded into one of another."""
+    source, target = (build_model(backend, CONFIG, seed=3) for backend in ways)
+    first = load_backend(ways[0]).AdamWOptimizer(ORDERS[order](list(source.parameters())))
+    second = load_backend(ways[1]).AdamWOptimizer(target.parameters())
+    trainer = GPTTrainer(source, load_backend(ways[0]).GPTLoss(), first)
+    for tokens, targets in batches(2):
+        trainer.train_step(tokens, targets)
+    checkpoint = load_checkpoint(save_trained(tmp_path / "c", trainer))
+    checkpoint.load_optimizer(target, second)
+    found = [moments_by_name(*pair) for pair in ((source, first), (target, second))]
+    assert same_bits(*found)
+    assert len({array.tobytes() for array in found[0].values()}) == len(found[0])
+
+
+def moments_by_name(model: Any, optimizer: Any) -> dict[str, np.ndarray]:
+    state, places = optimizer.state(), {id(p): i for i, p in enumerate(optimizer.parameters)}
+    return {
+        f"{moment}/{name}": state[moment][places[id(parameter)]]
+        for name, parameter in named_parameters(model).items()
+        for moment in ("exp_avg", "exp_avg_sq")
+    }
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_moments_are_saved_under_the_names_of_their_parameters(
+    backend: str, tmp_path: Path
+) -> None:
+    """The optimizer holds the two biases of the block, exchanged, with moments 1, 2 and 3, 4."""
+    model = build_model(backend, CONFIG)
+    biases = ["transformers.0.feed_forward.output.bias", "transformers.0.attention.output.bias"]
+    optimizer = load_backend(backend).AdamWOptimizer(exchanged(list(model.parameters())))
+    named = named_parameters(model)
+    state = optimizer.state()
+    for name, first, second, steps in zip(biases, (1.0, 2.0), (3.0, 4.0), (5, 6), strict=True):
+        i = next(i for i, p in enumerate(optimizer.parameters) if p is named[name])
+        state["exp_avg"][i][...], state["exp_avg_sq"][i][...] = first, second
+        state["steps"][i] = steps
+    optimizer.load_state(state)
+    save_checkpoint(
+        tmp_path / "c", model, config=CONFIG, vocabulary=VOCABULARY, optimizer=optimizer
+    )
+    saved = load_checkpoint(tmp_path / "c").optimizer
+    assert [saved["exp_avg"][name].tolist() for name in biases] == [[1.0] * 4, [2.0] * 4]
+    assert [saved["exp_avg_sq"][name].tolist() for name in biases] == [[3.0] * 4, [4.0] * 4]
+    assert [saved["steps"][name] for name in biases] == [5, 6]
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_the_same_content_gives_the_same_bytes_in_the_agreed_layout(
     backend: str, tmp_path: Path

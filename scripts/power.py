@@ -13,13 +13,12 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from cyclopts import App
-from rich.progress import track
 
 from gpt_parity.cli import run_app
 from gpt_parity.files import write_atomically
 from gpt_parity.provenance import provenance
 from parity_tests.planted import power
-from parity_tests.planted.power import Finding
+from parity_tests.planted.power import Finding, Plan
 
 SUMMARY = Path(__file__).resolve().parents[1] / "docs" / "power.md"
 SMALLEST_PLANTED, LARGEST_CLEAN = 3.0, 0.6
@@ -47,9 +46,7 @@ def main(
         Also write every finding to this file.
     """
     bugs = [bug for bug in power.ALL_BUGS if only in bug.name]
-    profile, enough = ("power", None) if full else ("power-short", 2)
-    found = power.examine_all(bugs, profile, enough, processes)
-    findings = list(track(found, total=len(bugs), description="bugs"))
+    findings = power.examine_all(bugs, Plan(quickest=not full, processes=processes))
     clean = power.clean_ratio(models, seed=1)
     lines, ok = summary(findings, clean, models)
     print("\n".join(lines))

@@ -99,7 +99,7 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 def check_ids(name: str, ids: Any, size: int) -> Tensor:
     """`ids` as a private int64 tensor, after checking on the array that all lie in 0..size-1."""
     ids = np.asarray(ids)
-    if ids.dtype.kind not in "iu":
+    if ids.dtype.kind not in ("i", "u"):
         raise TypeError(f"{name}: got dtype {ids.dtype}, needed integers")
     bad = ids[(ids < 0) | (ids >= size)]
     if bad.size:
@@ -117,7 +117,8 @@ def _check_attention_shapes(q: Any, k: Any, v: Any) -> None:
 
 def _check_mask(mask: Any, shape: tuple[int, ...]) -> Tensor:
     mask = np.asarray(mask)
-    if mask.dtype != bool and not (mask.dtype.kind in "iu" and np.isin(mask, (0, 1)).all()):
+    integers = mask.dtype.kind in ("i", "u")
+    if mask.dtype != bool and not (integers and np.isin(mask, (0, 1)).all()):
         raise TypeError(f"mask: got dtype {mask.dtype}, needed booleans (true: may attend)")
     try:
         keep = np.broadcast_to(mask.astype(bool), shape)

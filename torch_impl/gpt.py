@@ -139,7 +139,7 @@ def check_mask_value(mask_value: float, dtype: torch.dtype, allow_leak: bool) ->
     bound = math.floor(math.log(smallest_subnormal) - math.log(2.0))
     if math.isnan(mask_value) or (mask_value > bound and not allow_leak):
         raise ValueError(
-            f"mask_value: got {mask_value}, needed at most {bound} in {dtype}, "
+            f"mask_value: got {mask_value}, needed at most {bound} in {torch.finfo(dtype).dtype}, "
             "or later tokens leak into earlier ones (allow_leak=True permits it)"
         )
 
@@ -147,7 +147,7 @@ def check_mask_value(mask_value: float, dtype: torch.dtype, allow_leak: bool) ->
 def check_tokens(tokens: np.ndarray, vocab_size: int, context_size: int) -> np.ndarray:
     """`tokens` as (B, T) integers in 0..vocab_size-1 with 1 <= T <= context_size, or an error."""
     tokens = np.asarray(tokens)
-    if tokens.dtype.kind not in "iu":
+    if tokens.dtype.kind not in ("i", "u"):
         raise TypeError(f"tokens: got dtype {tokens.dtype}, needed integers")
     if tokens.ndim != 2 or tokens.size == 0:
         raise ValueError(f"tokens: got shape {tokens.shape}, needed (B, T), neither of them 0")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -85,10 +86,28 @@ class AdamWOptimizer:
         }
 
     def load_state(self, state: dict[str, list[Any]]) -> None:
-        """Copy in what `state` of either backend returned."""
+        """Copy in what `state` of either backend returned.
+
+        Raises ValueError, before anything changed, where it does not fit these parameters.
+        """
+        check_state(state, [tuple(p.shape) for p in self.parameters])
         for i, p in enumerate(self.parameters):
             self.optimizer.state[p] = {
                 "step": torch.tensor(float(state["steps"][i])),
                 "exp_avg": torch.tensor(state["exp_avg"][i], dtype=p.dtype),
                 "exp_avg_sq": torch.tensor(state["exp_avg_sq"][i], dtype=p.dtype),
             }
+
+
+def check_state(state: dict[str, list[Any]], shapes: list[tuple[int, ...]]) -> None:
+    """Raise ValueError unless `state` has moments of these shapes and as many step counts."""
+    for name in ("exp_avg", "exp_avg_sq", "steps"):
+        if len(state[name]) != len(shapes):
+            raise ValueError(f"{name}: got {len(state[name])}, needed {len(shapes)}")
+    for name in ("exp_avg", "exp_avg_sq"):
+        for i, (array, shape) in enumerate(zip(state[name], shapes, strict=True)):
+            if np.shape(array) != shape:
+                raise ValueError(f"{name} {i}: got shape {np.shape(array)}, needed {shape}")
+    for i, count in enumerate(state["steps"]):
+        if int(count) != count or count < 0:
+            raise ValueError(f"steps {i}: got {count}, needed an integer of at least 0")

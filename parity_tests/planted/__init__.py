@@ -8,13 +8,15 @@ a bug which no longer fits the code is an error and not a bug that nobody plants
 
 from __future__ import annotations
 
+import ast
+import builtins
 import importlib
 import inspect
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import FunctionType
+from types import CodeType, FunctionType
 from typing import Any
 
 
@@ -67,11 +69,48 @@ def planted(bug: PlantedBug) -> Iterator[None]:
         function.__code__ = right
 
 
-def _changed(bug: PlantedBug, function: FunctionType) -> Any:
-    source = textwrap.dedent(inspect.getsource(function))
+@contextmanager
+def watched(places: Iterable[str]) -> Iterator[set[str]]:
+    """Run the block noting in the set that it gets which of the functions are called."""
+    seen: set[str] = set()
+    right = []
+    try:
+        for place in places:
+            function = function_at(place)
+            tree = ast.parse(_source(function))
+            # A name that module code cannot have, found after its globals among the builtins.
+            tree.body[0].body[:0] = ast.parse(f"{_SEEN}({place!r})").body
+            right.append((function, function.__code__))
+            function.__code__ = _compiled(function, ast.unparse(tree), f"<watched {place}>")
+        setattr(builtins, _SEEN, seen.add)
+        yield seen
+    finally:
+        for function, code in right:
+            function.__code__ = code
+        if hasattr(builtins, _SEEN):
+            delattr(builtins, _SEEN)
+
+
+_SEEN = "_gpt_parity_seen"
+
+
+def _source(function: FunctionType) -> str:
+    return textwrap.dedent(inspect.getsource(function))
+
+
+def _changed(bug: PlantedBug, function: FunctionType) -> CodeType:
+    source = _source(function)
     if source.count(bug.old) != 1:
         raise ValueError(f"{bug.name}: {bug.old!r} stands {source.count(bug.old)} times, needed 1")
-    lines = source.replace(bug.old, bug.new).splitlines()
+    code = _compiled(function, source.replace(bug.old, bug.new), f"<planted {bug.name}>")
+    if code.co_freevars != function.__code__.co_freevars:
+        raise ValueError(f"{bug.name}: uses other outer variables than the right code")
+    return code
+
+
+def _compiled(function: FunctionType, source: str, filename: str) -> CodeType:
+    """The code of a changed source, in place of that of `function`."""
+    lines = source.splitlines()
     start = next(i for i, line in enumerate(lines) if line.startswith(("def ", "async def ")))
     body = textwrap.indent("\n".join(lines[start:]), "    ")
     # A class around it gives methods the cell that a bare super() needs.
@@ -80,9 +119,6 @@ def _changed(bug: PlantedBug, function: FunctionType) -> Any:
     module = importlib.import_module(function.__module__)
     flags = "from __future__ import annotations\n"
     names: dict[str, Any] = {}
-    exec(compile(flags + wrapped, f"<planted {bug.name}>", "exec"), module.__dict__, names)
+    exec(compile(flags + wrapped, filename, "exec"), module.__dict__, names)
     changed = names["_Owner"].__dict__[function.__name__] if cells else names[function.__name__]
-    changed = inspect.unwrap(getattr(changed, "__func__", changed))
-    if changed.__code__.co_freevars != function.__code__.co_freevars:
-        raise ValueError(f"{bug.name}: uses other outer variables than the right code")
-    return changed.__code__
+    return inspect.unwrap(getattr(changed, "__func__", changed)).__code__

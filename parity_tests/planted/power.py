@@ -1,12 +1,20 @@
-"""Run the suite against every planted bug: what catches it, how soon, and is it localised?"""
+"""Run the suite against every planted bug: what catches it, how soon, and is it localised?
+
+Pytest collects the suite once. One child process then runs it without any bug and notes which
+tests execute the functions that bugs are planted into: a test that never runs a mistake cannot
+see it. After that every bug is planted in a child process of its own, which runs those tests, the
+most specific first: those that execute the fewest of all places.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import io
 import multiprocessing
+import os
 import signal
+import sys
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,37 +22,21 @@ from typing import Any
 
 import numpy as np
 import pytest
+from rich.console import Console
+from rich.progress import track
 
 from parity_tests.models import SIZES, ModelCase, judge, random_case
-from parity_tests.planted import PlantedBug, planted
+from parity_tests.planted import PlantedBug, planted, watched
 from parity_tests.planted.blind import BLIND_BUGS
-from parity_tests.planted.table import BUGS
+from parity_tests.planted.table import BUGS, EXACT
 
 TESTS = Path(__file__).resolve().parent.parent
 ALL_BUGS = (*BUGS, *BLIND_BUGS)
-
-# Where a mistake in a module shows: its own tests first.
-MODEL_TESTS = ("operations", "functional", "model", "engine", "layers", "attention", "oracle")
-TESTS_OF = {
-    "optim": ("optim", "lockstep", "training"),
-    "corpus": ("corpus", "training"),
-    "schedule": ("schedule", "training", "chapter_program"),
-    "sampling": ("sampling", "training", "chapter_program"),
-    "weights": ("weights", "training"),
-    "training": ("training", "chapter_program", "commands"),
-    "runs": ("commands",),
-    "layers": ("layers", "operations", "model", "engine", "lockstep"),
-    "gpt": ("model", "layers", "attention"),
-}
-# In tests that are parametrized by operation, only those of the operation at hand.
-OPERATION_OF = {
-    "__add__": "add", "__sub__": "sub", "__neg__": "neg", "__mul__": "mul", "__truediv__": "div",
-    "__matmul__": "matmul", "transpose": "transpose", "reshape": "reshape", "sum": "sum",
-    "gelu": "gelu", "softmax": "softmax", "tril": "tril", "linear": "linear",
-    "embedding": "embedding", "cross_entropy": "cross_entropy",
-}  # fmt: skip
-LOCALISED_CASES = 6
-SECONDS_PER_BUG = 240
+# About the bugs themselves, about names and files, about other processes, and the full recipes.
+LEFT_OUT = ("test_planted.py", "test_package.py", "test_verify.py", "test_headline.py")
+LOCALISED_SIZES = ("distinct primes", "square", "short text")
+LOCALISED_SEEDS = 3
+SECONDS_PER_BUG = 300
 
 
 @dataclass
@@ -53,15 +45,17 @@ class Finding:
 
     `caught` holds, by kind of reference, the tests that failed, with the number of examples that
     it took (1 where Hypothesis draws none). `ratio` is the largest error in units of tolerance
-    over a few models, `located` how many of those models the comparer's first divergence names,
-    by name.
+    over a few models (infinite where a pass ends in an error), `located` how many of those models
+    the comparer's first divergence names, by name.
     """
 
     bug: PlantedBug
+    tests: int = 0
     caught: dict[str, dict[str, int]] = field(default_factory=dict)
     ratio: float = 0.0
     located: dict[str, int] = field(default_factory=dict)
     problem: str = ""
+    seconds: float = 0.0
 
     @property
     def references(self) -> list[str]:
@@ -79,23 +73,139 @@ class Finding:
         return right > sum(self.located.values()) / 2
 
 
-class _Collector:
-    """Notes which tests fail, with their kind of reference and the examples they needed."""
+@dataclass(frozen=True)
+class Plan:
+    """How much to run: `quickest` ends a bug at two kinds of reference, one test each."""
 
-    def __init__(self, enough: int | None) -> None:
-        self.enough = enough
+    quickest: bool
+    processes: int
+
+
+class Examination:
+    """A pytest plugin that examines bugs in place of running the collected tests once."""
+
+    def __init__(self, bugs: Sequence[PlantedBug], plan: Plan) -> None:
+        self.bugs, self.plan = bugs, plan
+        self.items: list[Any] = []
+        self.places: dict[str, set[str]] = {}
+        self.seconds: dict[str, float] = {}
+        self.findings: list[Finding] = []
+
+    def pytest_runtestloop(self, session: pytest.Session) -> bool:
+        self.items = session.items
+        context = multiprocessing.get_context("fork")
+        # Forks of this process, which has computed nothing yet: PyTorch has no threads to lose.
+        with _only(self), context.Pool(1, maxtasksperchild=1) as pool:
+            self.places, self.seconds, failed = pool.apply(_survey)
+        if failed:
+            raise pytest.UsageError(f"without any bug planted, these tests fail: {failed}")
+        with _only(self), context.Pool(self.plan.processes, maxtasksperchild=1) as pool:
+            found = pool.imap(_examine, range(len(self.bugs)), chunksize=1)
+            screen = Console(file=sys.__stdout__)
+            steps = track(found, total=len(self.bugs), description="bugs", console=screen)
+            self.findings = list(steps)
+        return True
+
+    def survey(self) -> tuple[dict[str, set[str]], dict[str, float], list[str]]:
+        """Run everything once: places that each test executes, its seconds, and what fails."""
+        reports = _Reports()
+        self._register(reports)
+        places, seconds = {}, {}
+        with watched({bug.place for bug in ALL_BUGS}) as seen:
+            for i, item in enumerate(self.items):
+                seen.clear()
+                start = time.perf_counter()
+                self._run(item, self.items[i + 1] if i + 1 < len(self.items) else None)
+                places[item.nodeid], seconds[item.nodeid] = set(seen), time.perf_counter() - start
+        return places, seconds, reports.failed
+
+    def examine(self, bug: PlantedBug) -> Finding:
+        """Plant a bug, judge a few models, and run the tests that execute its place."""
+        reports, finding = _Reports(), Finding(bug)
+        self._register(reports)
+        finding.caught = reports.caught
+        items = [i for i in self.items if bug.place in self.places[i.nodeid] and _kind(i)]
+        items.sort(key=lambda item: (len(self.places[item.nodeid]), self.seconds[item.nodeid]))
+        start = time.perf_counter()
+        try:
+            with _time_limit(SECONDS_PER_BUG), planted(bug):
+                if bug.tensor:
+                    _localise(finding)
+                for item in items:
+                    if self.plan.quickest and finding.is_caught:
+                        break
+                    if self.plan.quickest and _kind(item) in finding.caught:
+                        continue
+                    finding.tests += 1
+                    self._run(item, None)
+        except pytest.exit.Exception as limit:
+            finding.problem = str(limit)
+        finding.seconds = time.perf_counter() - start
+        return finding
+
+    def _register(self, plugin: Any) -> None:
+        self.items[0].config.pluginmanager.register(plugin)
+
+    def _run(self, item: Any, following: Any) -> None:
+        item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+
+
+_examination: Examination | None = None
+
+
+@contextlib.contextmanager
+def _only(examination: Examination) -> Iterator[None]:
+    """Hands the examination to forked processes, which cannot be sent collected tests."""
+    global _examination
+    _examination = examination
+    try:
+        yield
+    finally:
+        _examination = None
+
+
+def _survey() -> tuple[dict[str, set[str]], dict[str, float], list[str]]:
+    assert _examination is not None
+    _silence()
+    return _examination.survey()
+
+
+def _examine(index: int) -> Finding:
+    assert _examination is not None
+    _silence()
+    return _examination.examine(_examination.bugs[index])
+
+
+def _silence() -> None:
+    """What tests print in this process is no one's concern."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    for stream in (1, 2):
+        os.dup2(null, stream)
+
+
+def _kind(item: Any) -> str:
+    marker = item.get_closest_marker("reference")
+    return "" if marker is None else marker.args[0]
+
+
+class _Reports:
+    """A pytest plugin that notes which tests fail, with the examples they needed."""
+
+    def __init__(self) -> None:
         self.caught: dict[str, dict[str, int]] = {}
+        self.failed: list[str] = []
 
     @pytest.hookimpl(hookwrapper=True)
     def pytest_runtest_makereport(self, item: Any, call: Any) -> Iterator[None]:
         outcome = yield
         report = outcome.get_result()
-        marker = item.get_closest_marker("reference")
-        if report.failed and marker is not None:
-            tests = self.caught.setdefault(marker.args[0], {})
-            tests[item.nodeid.split("/")[-1]] = _examples(item)
-            if self.enough is not None and len(self.caught) >= self.enough:
-                item.session.shouldstop = "caught by enough references"
+        if not report.failed:
+            return
+        # After a test comes the guard on global state, whose reference is equality.
+        kind = EXACT if report.when == "teardown" else _kind(item)
+        name = item.nodeid.split("/")[-1]
+        self.caught.setdefault(kind, {})[name] = _examples(item)
+        self.failed.append(name)
 
 
 def _examples(item: Any) -> int:
@@ -110,53 +220,30 @@ def _examples(item: Any) -> int:
     return sum(counts[:2]) or 1
 
 
-def examine(bug: PlantedBug, profile: str, enough: int | None) -> Finding:
-    """Plant one bug in this process, compare a few models, and run the tests it concerns.
-
-    The tests end once `enough` kinds of reference have caught it (None: they all run).
-    """
-    finding = Finding(bug)
-    collector = _Collector(enough)
-    module = bug.place.partition(":")[0].rpartition(".")[2]
-    files = [str(TESTS / f"test_{name}.py") for name in TESTS_OF.get(module, MODEL_TESTS)]
-    operation = OPERATION_OF.get(bug.place.partition(":")[2].rpartition(".")[2])
-    options = []
-    if operation is not None:
-        others = " or ".join(f"test_{name}" for name in MODEL_TESTS[1:])
-        options = ["-k", f"{operation} or {others}"]
-    options += ["-q", "--assert=plain", "-p", "no:cacheprovider", f"--hypothesis-profile={profile}"]
-    silence = io.StringIO()
-    with contextlib.redirect_stdout(silence), contextlib.redirect_stderr(silence):
-        try:
-            with _time_limit(SECONDS_PER_BUG), planted(bug):
-                if bug.tensor:
-                    _localise(finding)
-                pytest.main([*options, *files], plugins=[collector])
-        except TimeoutError:
-            finding.problem = f"not finished after {SECONDS_PER_BUG} s"
-    finding.caught = collector.caught
-    return finding
-
-
 def _localise(finding: Finding) -> None:
-    """Judge a few clean-weight models whose one twin has the mistake."""
-    for seed in range(LOCALISED_CASES):
-        case = ModelCase(SIZES["distinct primes"], "normal", 0.5, seed)
-        try:
-            report = judge(case, "torch", "float64")
-        except Exception as error:  # the mistake may break the pass itself
-            finding.problem = f"{type(error).__name__}: {error}"
-            return
-        finding.ratio = max(finding.ratio, report.worst.ratio)
-        if report.first is not None:
-            name = report.first.name
-            finding.located[name] = finding.located.get(name, 0) + 1
+    """Judge a few models with right weights whose one twin has the mistake."""
+    for sizes in LOCALISED_SIZES:
+        for seed in range(LOCALISED_SEEDS):
+            case = ModelCase(SIZES[sizes], "normal", 0.5, seed)
+            try:
+                report = judge(case, "torch", "float64")
+            except Exception as error:  # the mistake may end the pass
+                finding.problem = f"{type(error).__name__}: {error}"
+                if not finding.problem.startswith("RuntimeError: trace: "):
+                    continue
+                name, ratio = str(error).split()[1], float("inf")  # the trace names the tensor
+            else:
+                ratio = report.worst.ratio
+                name = "" if report.first is None else report.first.name
+            finding.ratio = max(finding.ratio, ratio)
+            if name:
+                finding.located[name] = finding.located.get(name, 0) + 1
 
 
 @contextlib.contextmanager
 def _time_limit(seconds: int) -> Iterator[None]:
     def stop(number: int, frame: Any) -> None:
-        raise TimeoutError
+        pytest.exit(f"not finished after {seconds} s")  # the one exception no test report swallows
 
     before = signal.signal(signal.SIGALRM, stop)
     signal.alarm(seconds)
@@ -167,21 +254,22 @@ def _time_limit(seconds: int) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def examine_all(
-    bugs: Sequence[PlantedBug], profile: str, enough: int | None, processes: int
-) -> Iterator[Finding]:
-    """Examine every bug in a process of its own, in the order of the table.
+def examine_all(bugs: Sequence[PlantedBug], plan: Plan) -> list[Finding]:
+    """Examine every bug with the collected suite, in the order given.
 
-    The processes are forks of this one, which has imported everything and computed nothing yet, so
-    that PyTorch starts no threads before them.
+    Raises RuntimeError where pytest ends early, as with a suite that fails without any bug.
     """
-    context = multiprocessing.get_context("fork")
-    with context.Pool(processes, maxtasksperchild=1) as pool:
-        yield from pool.imap(functools.partial(_examine, profile, enough), bugs, chunksize=1)
-
-
-def _examine(profile: str, enough: int | None, bug: PlantedBug) -> Finding:
-    return examine(bug, profile, enough)
+    examination = Examination(bugs, plan)
+    options = ["-s", "--assert=plain", "-p", "no:cacheprovider"]
+    options += [f"--deselect={TESTS.name}/{name}" for name in LEFT_OUT]
+    profile = "power-short" if plan.quickest else "power"
+    options.append(f"--hypothesis-profile={profile}")
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        pytest.main([*options, str(TESTS)], plugins=[examination])
+    if len(examination.findings) < len(bugs):
+        raise RuntimeError(f"pytest ended early: {said.getvalue()[-2000:]}")
+    return examination.findings
 
 
 def clean_ratio(models: int, seed: int) -> float:
