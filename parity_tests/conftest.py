@@ -8,7 +8,8 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
-# Small products are fastest on one thread, and one order of summation makes a run repeatable.
+# Small products are fastest on one thread, and one order of summation makes a run repeatable;
+# OMP_NUM_THREADS=2 runs both libraries on two.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import hypothesis
@@ -19,7 +20,7 @@ import torch
 from numpy_impl import tape
 from parity_tests.comparers import accepted_mistakes
 
-torch.set_num_threads(1)
+torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
 # Its first import draws from Python's random state, which the guard below would notice.
 importlib.import_module("rich.progress")

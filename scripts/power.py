@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +17,10 @@ from cyclopts import App
 from gpt_parity.cli import run_app
 from gpt_parity.files import write_atomically
 from gpt_parity.provenance import provenance
-from parity_tests.planted import power
-from parity_tests.planted.power import Finding, Plan
+from gpt_parity.schedule import require_integer
+from parity_tests.planted.power import ALL_BUGS, FULL, SHORT, Finding, clean_ratio, examine_all
+from parity_tests.record import record
 
-SUMMARY = Path(__file__).resolve().parents[1] / "docs" / "power.md"
 SMALLEST_PLANTED, LARGEST_CLEAN = 3.0, 0.6
 
 
@@ -35,7 +35,8 @@ def main(
     Parameters
     ----------
     full
-        Run all the tests of a bug, and write docs/power.md; else stop at two kinds of reference.
+        Look for three failing tests of every kind of reference, with all examples, and record the
+        result in docs/power.md; else stop at one test of two kinds.
     only
         Examine only bugs whose name contains this.
     models
@@ -45,16 +46,17 @@ def main(
     json_file
         Also write every finding to this file.
     """
-    bugs = [bug for bug in power.ALL_BUGS if only in bug.name]
-    findings = power.examine_all(bugs, Plan(quickest=not full, processes=processes))
-    clean = power.clean_ratio(models, seed=1)
+    bugs = [bug for bug in ALL_BUGS if only in bug.name]
+    if not bugs:
+        raise ValueError(f"only: no bug has {only!r} in its name")
+    findings = examine_all(bugs, replace(FULL if full else SHORT, processes=processes))
+    clean = clean_ratio(require_integer("models", models, 1), seed=1)
     lines, ok = summary(findings, clean, models)
     print("\n".join(lines))
     if json_file is not None:
         write_atomically(json_file, json.dumps(as_json(findings, clean), indent=1).encode())
     if full and not only:
-        SUMMARY.parent.mkdir(exist_ok=True)
-        write_atomically(SUMMARY, ("\n".join(page(findings, lines)) + "\n").encode())
+        record("Planted bugs", [*(f"- {line}" for line in lines), "", *table(findings)])
     return 0 if ok else 1
 
 
@@ -64,42 +66,45 @@ def summary(findings: list[Finding], clean: float, models: int) -> tuple[list[st
     missed = [f for f in visible if not f.is_caught]
     numeric = [f for f in visible if f.bug.tensor]
     lost = [f for f in numeric if not f.is_localised]
+    seen = [f for f in findings if f.bug.equivalent and f.caught]
     smallest = min((f.ratio for f in numeric), default=float("inf"))
     lines = [
         f"{len(visible) - len(missed)} of {len(visible)} planted bugs caught by at least two "
         "independent kinds of reference",
         *(f"  missed: {f.bug.name} (caught by: {f.references or 'nothing'}) {f.problem}"
           for f in missed),
+        *(f"  not equivalent: {f.bug.name} (caught by: {f.references})" for f in seen),
         f"{len(numeric) - len(lost)} of {len(numeric)} numeric ones localised by the comparer",
         *(f"  not localised: {f.bug.name} at {f.bug.tensor}: {f.located} {f.problem}"
           for f in lost),
         f"band: smallest planted error {smallest:.3g} of tolerance, largest clean one "
         f"{clean:.3g} ({models} models, float64)",
     ]  # fmt: skip
-    ok = not missed and 20 * len(lost) <= len(numeric)
+    ok = not missed and not seen and 20 * len(lost) <= len(numeric)
     return lines, ok and smallest >= SMALLEST_PLANTED and clean <= LARGEST_CLEAN
 
 
-def page(findings: list[Finding], lines: list[str]) -> list[str]:
-    """The summary as a page, with one line per bug."""
-    facts = provenance()
-    rows = [
-        f"| {f.bug.name} | {f.bug.description} | {', '.join(f.references)} | "
-        f"{sum(map(len, f.caught.values()))} | "
-        f"{min((n for tests in f.caught.values() for n in tests.values()), default='')} | "
-        f"{next(iter(f.located), '') if f.bug.tensor else ''} |"
-        for f in findings
-    ]
-    return [
-        "# What the suite catches", "",
-        f"Written by `{facts['command']}` (NumPy {facts['numpy']}, PyTorch "
-        f"{facts.get('torch')}, Python {facts['python']}).", "",
-        *lines, "",
-        "Columns: kinds of reference that caught it, number of tests that failed, fewest examples "
-        "that a test needed, where the comparer's first divergence was.", "",
-        "| bug | mistake | caught by | tests | examples | first divergence |",
-        "|---|---|---|---|---|---|", *rows,
+def table(findings: list[Finding]) -> list[str]:
+    """One line per bug."""
+    lines = [
+        "Kinds of reference that caught it, with the failing tests looked for (at most three of a "
+        "kind) and the fewest examples that one of them needed; largest error in units of "
+        "tolerance, and the comparer's first divergence.", "",
+        "| bug | mistake | caught by | examples | error | first divergence |",
+        "|---|---|---|---|---|---|",
     ]  # fmt: skip
+    for f in findings:
+        if f.bug.equivalent:
+            lines.append(f"| {f.bug.name} | {f.bug.description} | equivalent: {f.bug.equivalent} |")
+            continue
+        kinds = ", ".join(f"{kind} ({len(tests)})" for kind, tests in sorted(f.caught.items()))
+        examples = min((n for tests in f.caught.values() for n in tests.values()), default="")
+        ratio = f"{f.ratio:.2g}" if f.bug.tensor else ""
+        place = max(f.located, key=lambda name: f.located[name], default="")
+        lines.append(
+            f"| {f.bug.name} | {f.bug.description} | {kinds} | {examples} | {ratio} | {place} |"
+        )
+    return lines
 
 
 def as_json(findings: list[Finding], clean: float) -> dict[str, Any]:

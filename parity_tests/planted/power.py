@@ -50,7 +50,6 @@ class Finding:
     """
 
     bug: PlantedBug
-    tests: int = 0
     caught: dict[str, dict[str, int]] = field(default_factory=dict)
     ratio: float = 0.0
     located: dict[str, int] = field(default_factory=dict)
@@ -75,10 +74,16 @@ class Finding:
 
 @dataclass(frozen=True)
 class Plan:
-    """How much to run: `quickest` ends a bug at two kinds of reference, one test each."""
+    """How much to run: up to `tests` failing tests of up to `kinds` kinds of reference a bug."""
 
-    quickest: bool
-    processes: int
+    profile: str
+    kinds: int
+    tests: int
+    processes: int = 2
+
+
+SHORT = Plan("power-short", kinds=2, tests=1)
+FULL = Plan("power", kinds=5, tests=3)
 
 
 class Examination:
@@ -132,16 +137,18 @@ class Examination:
                 if bug.tensor:
                     _localise(finding)
                 for item in items:
-                    if self.plan.quickest and finding.is_caught:
+                    if self._is_enough(finding):
                         break
-                    if self.plan.quickest and _kind(item) in finding.caught:
-                        continue
-                    finding.tests += 1
-                    self._run(item, None)
+                    if len(finding.caught.get(_kind(item), ())) < self.plan.tests:
+                        self._run(item, None)
         except pytest.exit.Exception as limit:
             finding.problem = str(limit)
         finding.seconds = time.perf_counter() - start
         return finding
+
+    def _is_enough(self, finding: Finding) -> bool:
+        full = [kind for kind, tests in finding.caught.items() if len(tests) >= self.plan.tests]
+        return len(full) >= self.plan.kinds
 
     def _register(self, plugin: Any) -> None:
         self.items[0].config.pluginmanager.register(plugin)
@@ -262,8 +269,7 @@ def examine_all(bugs: Sequence[PlantedBug], plan: Plan) -> list[Finding]:
     examination = Examination(bugs, plan)
     options = ["-s", "--assert=plain", "-p", "no:cacheprovider"]
     options += [f"--deselect={TESTS.name}/{name}" for name in LEFT_OUT]
-    profile = "power-short" if plan.quickest else "power"
-    options.append(f"--hypothesis-profile={profile}")
+    options.append(f"--hypothesis-profile={plan.profile}")
     said = io.StringIO()
     with contextlib.redirect_stdout(said):
         pytest.main([*options, str(TESTS)], plugins=[examination])
