@@ -27,10 +27,17 @@ importlib.import_module("rich.progress")
 
 # `--hypothesis-profile=NAME` chooses another; a name of our own would lose to Hypothesis's `ci`.
 register = hypothesis.settings.register_profile
-register("default", max_examples=100, deadline=None, derandomize=True, database=None)
+PHASES = tuple(hypothesis.Phase)
+register(
+    "default", max_examples=100, deadline=None, derandomize=True, database=None,
+    phases=[phase for phase in PHASES if phase is not hypothesis.Phase.target],
+)  # fmt: skip
 register("quick", hypothesis.settings.get_profile("default"), max_examples=25)
 # What is left open would come from the profile above, which is Hypothesis's own default now.
-register("nightly", max_examples=5000, deadline=None, print_blob=True, derandomize=False)
+# Here examples also climb towards the worst ratio of a clean model.
+register(
+    "nightly", max_examples=5000, deadline=None, print_blob=True, derandomize=False, phases=PHASES
+)  # fmt: skip
 register("seeded", hypothesis.settings.get_profile("default"), derandomize=False)
 # For planted bugs: a failure is enough, its smallest example is not needed.
 register(
