@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from parity_tests import record
+from parity_tests.planted.power import ALL_BUGS
+
 ROOT = Path(__file__).resolve().parent.parent
 OURS = {"numpy_impl", "torch_impl", "gpt_parity", "parity_tests", "scripts"}
 ALLOWED = {
@@ -123,3 +126,23 @@ def test_readme_examples_print_what_they_say(code: str, output: str) -> None:
 
 def test_readme_has_examples() -> None:
     assert len(README_EXAMPLES) == 2
+
+
+def test_readme_counts_the_planted_bugs() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert f"plants each of {len(ALL_BUGS)} mistakes" in text
+
+
+def test_a_section_is_replaced_and_the_others_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = tmp_path / "docs" / "power.md"
+    monkeypatch.setattr(record, "PAGE", page)
+    record.record("One", ["| a |", "## no heading of ours"[3:]])
+    record.record("Two", ["two"])
+    first = page.read_text(encoding="utf-8")
+    assert first.startswith("# ") and first.endswith("two\n")
+    assert re.findall("^## .*", first, re.MULTILINE) == ["## One", "## Two"]
+    record.record("One", [r"new \1"])
+    second = page.read_text(encoding="utf-8")
+    assert second == first.replace("| a |\nno heading of ours", r"new \1")
