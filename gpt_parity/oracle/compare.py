@@ -2,8 +2,8 @@
 
 NaN equals nothing; shape and dtype are part of equality; zero against zero passes only where the
 tolerance is zero too, and is counted as exact. An infinite tolerance says that rounding decides:
-shape and dtype count, values are not judged. A report in which nothing is judged that is different
-from zero is an error, as is a comparison of an array with itself.
+shape, dtype and fill count, values are not judged. A report in which nothing is judged that is
+different from zero is an error, as is a comparison of an array with itself.
 """
 
 from __future__ import annotations
@@ -62,12 +62,12 @@ def compare(
         return fails(f"shape {candidate.shape}, needed {reference.shape}")
     if candidate.dtype != dtype:
         return fails(f"dtype {candidate.dtype}, needed {dtype}")
-    if math.isinf(tolerance.whole):
-        return Judgement(name, kind, 0.0, math.nan, judged=False)
     if kept is not None:
         if not np.array_equal(candidate[~kept], _representable(reference[~kept], dtype)):
             return fails("masked positions differ")
         candidate, reference = np.where(kept, candidate, 0.0), np.where(kept, reference, 0.0)
+    if math.isinf(tolerance.whole):
+        return Judgement(name, kind, 0.0, math.nan, judged=False)
     if not np.isfinite(reference).all():
         raise ValueError(f"{name}: the reference is not finite, needed a point that can be judged")
     if not np.isfinite(candidate).all():
