@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from gpt_parity.oracle.compare import PARAMETER, compare, compare_traces
+from gpt_parity.oracle.lockstep import judge_step
 from gpt_parity.oracle.rounding import FLOAT64, bound
+from gpt_parity.oracle.tolerance import Tolerance, Tolerances, norms
+from gpt_parity.oracle.trace import Trace
 from parity_tests.models import SIZES, ModelCase, reference
 
 
@@ -53,65 +56,116 @@ def assert_agree(name: str, step: int, a: Any, b: Any) -> None:
     )
 
 
-def _with(x: np.ndarray, place: tuple[int, int], value: float) -> np.ndarray:
+def assert_same_bits(one: Mapping[str, np.ndarray], other: Mapping[str, np.ndarray]) -> None:
+    """The same names, dtypes, shapes and bits, in arrays that share nothing; at least one array."""
+    assert one and list(one) == list(other), f"{list(one)}, not {list(other)}"
+    for name, x in one.items():
+        y = other[name]
+        assert (x.dtype, x.shape) == (y.dtype, y.shape), f"{name}: {x.dtype} {x.shape}"
+        assert not np.shares_memory(x, y), f"{name}: one array, not two"
+        assert x.tobytes() == y.tobytes(), f"{name}: not the same bits"
+
+
+def _with(x: np.ndarray, value: float) -> np.ndarray:
+    """One element of the smallest row changed: `value` is a factor, or takes its place."""
     x = x.copy()
-    x[place] = value
+    rows = x.reshape(-1, x.shape[-1])
+    norms = np.linalg.norm(rows, axis=-1)
+    row = rows[np.where(norms > 0.0, norms, np.inf).argmin()]
+    place = np.abs(row).argmax()
+    row[place] = row[place] * value if np.isfinite(value) else value
     return x
 
 
 BROKEN: dict[str, Callable[[np.ndarray], np.ndarray]] = {
-    "transposed": lambda x: x.T.copy(),
-    "scaled by 1.001": lambda x: 1.001 * x,
-    "one element of one row changed": lambda x: _with(x, (1, 2), 1.001 * x[1, 2]),
-    "NaN": lambda x: _with(x, (1, 2), np.nan),
-    "of another dtype": lambda x: x.astype(np.float32),
+    "transposed": lambda x: x.swapaxes(-1, -2).copy(),
+    "scaled by 1.001": lambda x: x * x.dtype.type(1.001),
+    "one element of one row changed": lambda x: _with(x, 1.001),
+    "NaN": lambda x: _with(x, np.nan),
+    "infinite": lambda x: _with(x, np.inf),
+    "of another dtype": lambda x: x.astype("float32" if x.dtype == "float64" else "float64"),
     "empty": lambda x: x[:0].copy(),
-    "compared with itself": lambda x: x,
 }
+
+# Tensors of one pass, by the part of the trace that holds them.
+TENSORS = (
+    ("values", "transformers.0.attention.softmax.output"),
+    ("values", "transformers.1.attention.mask.output"),
+    ("gradients", "transformers.0.feed_forward.gelu.output"),
+    ("parameters", "transformers.0.attention.output.weight"),
+)
 
 
 def accepted_mistakes() -> list[str]:
     """What a comparer accepts of arrays that it must reject; it must accept a right one too."""
-    # A pass at order-one weights; its square gradient has a shape that a transpose does not show.
-    clean, tolerances = reference(ModelCase(SIZES["square"], "normal", 0.5, 0), "float64")
-    name = "transformers.0.attention.output.weight"
-    x, tolerance = clean.parameters[name], tolerances.parameters[name]
-
-    def judge_array(candidate: np.ndarray) -> None:
-        assert compare(name, PARAMETER, candidate, x, tolerance, "float64").ok
-
-    def judge_trace(candidate: np.ndarray) -> None:
-        parts = {
-            part: {n: a.copy() for n, a in getattr(clean, part).items()}
-            for part in ("values", "gradients", "parameters")
-        }
-        parts["parameters"][name] = candidate
-        trace = replace(clean, loss=clean.loss.copy(), **parts)
-        report = compare_traces(trace, clean, tolerances, "float64")
-        assert report.ok and report.complete
-
-    comparers: dict[str, Callable[[np.ndarray], None]] = {
-        "compare": judge_array,
-        "compare_traces": judge_trace,
-        "assert_within": functools.partial(
-            assert_within, reference=x, allowed=bound(np.abs(x), FLOAT64), what=name
-        ),
-        "assert_agree": lambda candidate: assert_agree(name, 1, candidate, x),
-    }
+    judges = [*_trace_judges(), *_array_judges()]
     accepted = [
-        f"{comparer} accepts what is {fault}"
-        for comparer, judge in comparers.items()
+        f"{who} accepts what is {fault}"
+        for who, right, _, judge in judges
         for fault, broken in BROKEN.items()
-        if _accepts(judge, broken(x))
+        if _accepts(judge, broken(right))
     ]
-    return accepted + [
-        f"{comparer} rejects what is right"
-        for comparer, judge in comparers.items()
-        if not _accepts(judge, x.copy())
-    ]
+    accepted += [f"{who} accepts the reference itself" for who, _, reference, judge in judges
+                 if _accepts(judge, reference)]  # fmt: skip
+    accepted += [f"{who} rejects what is right" for who, right, _, judge in judges
+                 if not _accepts(judge, right.copy())]  # fmt: skip
+    # Rows and whole tensors are judged each by its own tolerance.
+    x = np.outer([1e6, 1.0], np.ones(50))
+    small_row, everywhere = x.copy(), x * (1.0 + 0.9e-9)
+    small_row[1, 3] += 1e-6
+    for fault, wrong, tolerance in (
+        ("in a small row beside a large one", small_row, Tolerance(1e-2, 1e-9 * norms(x)[1])),
+        ("a little in every row", everywhere, Tolerance(1e-10 * norms(x)[0], 1e-9 * norms(x)[1])),
+    ):
+        if compare("x", PARAMETER, wrong, x, tolerance, "float64").ok:
+            accepted.append(f"compare accepts what is wrong {fault}")
+    return accepted
 
 
-def _accepts(judge: Callable[[np.ndarray], None], candidate: np.ndarray) -> bool:
+Judge = Callable[[np.ndarray], None]
+
+
+def _trace_judges() -> Iterator[tuple[str, np.ndarray, np.ndarray, Judge]]:
+    """For some tensors of a pass: who compares, a right candidate, the reference, the comparer.
+
+    The sizes are equal, so that a transpose does not show in a shape.
+    """
+    for dtype in ("float64", "float32"):
+        clean, tolerances = reference(ModelCase(SIZES["square"], "normal", 0.5, 0), dtype)
+        parts = ("values", "gradients", "parameters")
+        right = {p: {n: x.astype(dtype) for n, x in getattr(clean, p).items()} for p in parts}
+
+        def judge(
+            candidate: np.ndarray, part: str, name: str, clean: Trace = clean,
+            tolerances: Tolerances = tolerances, right: Any = right, dtype: str = dtype,
+        ) -> None:  # fmt: skip
+            arrays = {**right, part: {**right[part], name: candidate}}
+            trace = replace(clean, loss=clean.loss.astype(dtype), **arrays)
+            report = compare_traces(trace, clean, tolerances, dtype)
+            assert report.ok and report.complete
+
+        for part, name in TENSORS:
+            who = f"compare_traces, {part} in {dtype}"
+            judge_one = functools.partial(judge, part=part, name=name)
+            yield who, right[part][name], getattr(clean, part)[name], judge_one
+
+
+def _array_judges() -> Iterator[tuple[str, np.ndarray, np.ndarray, Judge]]:
+    x = np.random.default_rng(0).standard_normal((4, 4))
+    allowed = bound(np.abs(x), FLOAT64)
+    yield "assert_within", x, x, lambda y: assert_within(y, x, allowed, "x")
+    yield "assert_agree", x, x, lambda y: assert_agree("x", 1, y, x)
+    yield "assert_same_bits", x, x, lambda y: assert_same_bits({"x": y}, {"x": x})
+    tolerances = {"weights w": Tolerance(1e-12, np.full(4, 1e-12))}
+
+    def judge(y: np.ndarray) -> None:
+        judgements = judge_step({"weights w": y}, {"weights w": x}, tolerances, FLOAT64)
+        assert all(j.ok for j in judgements)
+
+    yield "judge_step", x, x, judge
+
+
+def _accepts(judge: Judge, candidate: np.ndarray) -> bool:
     try:
         judge(candidate)
     except (AssertionError, ValueError):

@@ -76,5 +76,8 @@ def unchanged_global_state() -> Iterator[None]:
     before = _global_state()
     yield
     after = _global_state()
+    # What leaked from this test is not the next one's fault.
+    tape._grad_enabled.set(before["numpy_impl gradients enabled"])
+    torch.set_grad_enabled(before["torch gradients enabled"])
     changed = [name for name in before if before[name] != after[name]]
     assert not changed, f"the test left changed: {', '.join(changed)}"

@@ -32,9 +32,10 @@ SIZES = {
     "two tokens": (2, 3, 4, 1, 2, 3),
     "wide": (65, 16, 32, 2, 2, 16),
     "long": (65, 64, 32, 1, 16, 64),
+    "long sums": (3, 64, 1, 1, 16, 64),
 }
 STRUCTURES = (
-    "normal", "one token", "repeated tokens", "one-hot", "ties", "equal weights",
+    "normal", "one token", "equal rows", "repeated tokens", "one-hot", "ties", "equal weights",
     "confident and wrong",
 )  # fmt: skip
 SCALES = (0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
@@ -84,8 +85,10 @@ def fill(case: ModelCase) -> tuple[dict[str, np.ndarray], np.ndarray, np.ndarray
     tokens = rng.integers(0, vocab_size, (batch, length))
     targets = rng.integers(0, vocab_size, (batch, length))
     table = weights["embedding.embedding.weight"]
-    if case.structure == "one token":
+    if case.structure in ("one token", "equal rows"):
         tokens[...] = targets[...] = tokens[0, 0]
+        if case.structure == "equal rows":
+            weights["embedding.positional_embedding.weight"][...] = 0.0
     elif case.structure == "repeated tokens":
         tokens %= 2
     elif case.structure == "one-hot":

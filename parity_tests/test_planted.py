@@ -260,9 +260,20 @@ def test_a_watched_function_is_noted_when_it_is_called_and_runs_as_before() -> N
     assert function_at("numpy_impl.functional:softmax").__code__ in codes.values()
 
 
-def test_reasons_for_survivors_are_those_of_one_function() -> None:
-    change = "if x.ndim < 1 or x.shape[-1] != w.shape[-1]: => if x.ndim < 1 or x.shape[+1]:"
-    assert reason_for("numpy_impl.functional.linear", change)
-    assert not reason_for("numpy_impl.functional.softmax", change)
-    assert not reason_for("numpy_impl.functional.linear", "x => x + 1")
-    assert not reason_for("a.f", "zip(a, b, strict=True) => zip(a, strict=True)")
+def test_reasons_for_survivors_are_for_one_replacement_in_one_function() -> None:
+    linear = "numpy_impl.functional.linear"
+    line = "if x.shape[-1] != weight.shape[-1] or f(x, strict=True) or x.reshape(-1, 2):"
+    for function, before, after in (
+        (linear, "weight.shape[-1]", "weight.shape[+1]"),
+        (linear, ", strict=True", ", "),
+        ("a.b", ".reshape(-1, 2)", ".reshape(-2, 2)"),
+    ):
+        assert reason_for(function, line, line.replace(before, after))
+    for function, before, after in (
+        (linear, "x.shape[-1]", "x.shape[+1]"),
+        (linear, "shape[-1]", "shape[+1]"),  # both of them
+        ("a.b", "weight.shape[-1]", "weight.shape[+1]"),
+        (linear, ":", ": return"),
+    ):
+        assert not reason_for(function, line, line.replace(before, after))
+    assert not reason_for(linear, line, line)

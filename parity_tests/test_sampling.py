@@ -88,6 +88,12 @@ def test_the_top_of_the_unit_interval_by_hand(temperature: float) -> None:
     assert sample([-math.inf, *[0.0] * 10, -math.inf], temperature, None, TOP) == 10
 
 
+@pytest.mark.parametrize("k", range(10))
+def test_tenths_choose_among_ten_equal_ids(k: int) -> None:
+    """10 (k / 10) is k in float64 for every k; three rounded tenths are more than 3 / 10."""
+    assert sample([0.0] * 10, 1.0, None, k / 10) == k
+
+
 @pytest.mark.reference("exact property")
 @given(logit_lists, temperatures, top_ks, uniforms, uniforms)
 def test_a_larger_number_never_gives_a_lower_id(

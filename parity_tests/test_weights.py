@@ -27,6 +27,7 @@ from gpt_parity.weights import (
     save_checkpoint,
     set_weights,
 )
+from parity_tests.comparers import assert_same_bits
 
 pytestmark = pytest.mark.reference("by hand")
 
@@ -35,13 +36,6 @@ VOCABULARY = "\n abcdé"
 WAYS = list(itertools.product(BACKENDS, BACKENDS))
 ATTENTION = "transformers.0.attention.output.weight"  # the only square weight
 EMBEDDING = "embedding.embedding.weight"  # (7, 4)
-
-
-def same_bits(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> bool:
-    return list(a) == list(b) and all(
-        a[n].dtype == b[n].dtype and a[n].shape == b[n].shape and a[n].tobytes() == b[n].tobytes()
-        for n in a
-    )
 
 
 def random_arrays(config: GPTConfig, dtype: str, seed: int) -> dict[str, np.ndarray]:
@@ -89,7 +83,7 @@ def test_round_trips_between_backends_are_bitwise(
     source, target = (build_model(b, config, seed=i, dtype=dtype) for i, b in enumerate(ways))
     set_weights(source, arrays)
     copy_weights(source, target)
-    assert same_bits(get_weights(target), arrays)
+    assert_same_bits(get_weights(target), arrays)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -114,7 +108,7 @@ def test_models_share_nothing_after_a_copy(ways: tuple[str, str]) -> None:
     trainer.train_step(*batches(1)[0])
     moved = get_weights(target)
     assert not any((moved[n] == before[n]).all() for n in before if n.endswith("output.weight"))
-    assert same_bits(get_weights(source), before)
+    assert_same_bits(get_weights(source), before)
 
 
 @pytest.mark.reference("exact property")
@@ -155,7 +149,7 @@ def test_any_memory_layout_is_copied(backend: str) -> None:
         strange[name].flags.writeable = False
     model = build_model(backend, CONFIG)
     set_weights(model, strange)
-    assert same_bits(get_weights(model), arrays)
+    assert_same_bits(get_weights(model), arrays)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -214,7 +208,7 @@ def test_refusals_change_nothing(
     with pytest.raises(ValueError, match=message) as caught:
         set_weights(model, arrays)
     assert "\n" not in str(caught.value)
-    assert same_bits(get_weights(model), before)
+    assert_same_bits(get_weights(model), before)
 
 
 @pytest.mark.reference("exact property")
@@ -223,7 +217,7 @@ def test_narrower_weights_are_widened_exactly(backend: str) -> None:
     arrays = random_arrays(CONFIG, "float32", 5)
     model = build_model(backend, CONFIG, dtype="float64")
     set_weights(model, arrays)
-    assert same_bits(get_weights(model), {n: a.astype("float64") for n, a in arrays.items()})
+    assert_same_bits(get_weights(model), {n: a.astype("float64") for n, a in arrays.items()})
 
 
 def test_backend_of_names_what_it_cannot_place() -> None:
@@ -256,11 +250,11 @@ def test_wrapped_models_exchange_plain_names(wrapper: str, tmp_path: Path) -> No
     for backend in BACKENDS:
         target = build_model(backend, CONFIG)
         set_weights(target, raw)
-        assert same_bits(get_weights(target), get_weights(plain))
-        assert same_bits(get_weights(saved.build_model(backend)), get_weights(plain))
+        assert_same_bits(get_weights(target), get_weights(plain))
+        assert_same_bits(get_weights(saved.build_model(backend)), get_weights(plain))
     other = build_model("numpy", CONFIG, seed=9)
     copy_weights(other, model)
-    assert same_bits(get_weights(plain), get_weights(other))
+    assert_same_bits(get_weights(plain), get_weights(other))
 
 
 @pytest.mark.reference("exact property")
@@ -277,7 +271,7 @@ def test_checkpoints_round_trip_bitwise(ways: tuple[str, str], dtype: str, tmp_p
     target = trained(ways[1], dtype, steps=1)
     set_weights(target.model, checkpoint.weights)
     checkpoint.load_optimizer(target.model, target.optimizer)
-    assert same_bits(get_weights(target.model), get_weights(source.model))
+    assert_same_bits(get_weights(target.model), get_weights(source.model))
     state, expected = target.optimizer.state(), source.optimizer.state()
     assert state["steps"] == expected["steps"] == [3] * len(state["steps"])
     for moment in ("exp_avg", "exp_avg_sq"):
@@ -295,7 +289,7 @@ def test_training_goes_on_from_a_checkpoint_to_the_bit(backend: str, tmp_path: P
     checkpoint.load_optimizer(resumed.model, resumed.optimizer)
     for tokens, targets in batches(4, seed=1):
         assert straight.train_step(tokens, targets) == resumed.train_step(tokens, targets)
-    assert same_bits(get_weights(straight.model), get_weights(resumed.model))
+    assert_same_bits(get_weights(straight.model), get_weights(resumed.model))
 
 
 def exchanged(parameters: list[Any]) -> list[Any]:
@@ -328,7 +322,7 @@ def test_moments_stay_with_their_parameters_in_any_order(
     checkpoint = load_checkpoint(save_trained(tmp_path / "c", trainer))
     checkpoint.load_optimizer(target, second)
     found = [moments_by_name(*pair) for pair in ((source, first), (target, second))]
-    assert same_bits(*found)
+    assert_same_bits(*found)
     assert len({array.tobytes() for array in found[0].values()}) == len(found[0])
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import subprocess
@@ -15,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from cyclopts import App
 
 from gpt_parity.cli import run_app
+from gpt_parity.schedule import require_integer
 from parity_tests.planted.survivors import reason_for
 from parity_tests.record import record
 
@@ -23,10 +25,7 @@ PACKAGES = {"numpy_impl": "numpy_impl", "oracle": "gpt_parity.oracle"}
 NEEDED = 0.95
 
 
-def mutants(
-    package: Literal["numpy_impl", "oracle"] = "numpy_impl", *, processes: int = 2,
-    rerun: bool = True,
-) -> int:  # fmt: skip
+def mutants(package: Literal["numpy_impl", "oracle"] = "numpy_impl", *, processes: int = 2) -> int:
     """Run mutmut (configured in pyproject.toml), explain each survivor, write docs/power.md.
 
     Fewer than 95 % killed, or a survivor without a reason: exit 1. Needs the extra `mutants`.
@@ -36,36 +35,38 @@ def mutants(
     Parameters
     ----------
     package
-        What is mutated.
+        What is mutated: all of numpy_impl, or gpt_parity/oracle without its tables and sentences.
     processes
         Mutants tested side by side.
-    rerun
-        Test all mutants; else only report on what was tested before.
     """
+    require_integer("processes", processes, 1)
+    if importlib.util.find_spec("mutmut") is None:
+        raise ValueError("mutmut: is not installed, needed the extra `mutants`")
     pattern = f"{PACKAGES[package]}.*"
-    if rerun:
-        _mutmut("run", "--max-children", str(processes), pattern)
-        # A timeout may be a machine that was busy: it counts once it has happened alone as well.
-        late = [name for name, status in _results(pattern) if status == "timeout"]
-        if late:
-            _mutmut("run", "--max-children", "1", *late)
+    _mutmut("run", "--max-children", str(processes), pattern)
+    # A timeout may be a machine that was busy: it counts once it has happened alone as well.
+    late = [name for name, status in _results(pattern) if status == "timeout"]
+    if late:
+        _mutmut("run", "--max-children", "1", *late)
     results = _results(pattern)
+    if not results:
+        raise ValueError(f"mutmut: no mutants of {PACKAGES[package]}, needed some")
     counts = Counter(status for _, status in results)
     killed = counts["killed"] + counts["timeout"]
     share = killed / len(results)
     explained, unexplained = [], []
     for name, status in results:
         if status not in ("killed", "timeout"):
-            function, change = _change(name)
-            reason = reason_for(function, change)
-            line = f"| {function} | `{change}` | {reason or status} |".replace("||", "\\|\\|")
+            function, before, after = _change(name)
+            reason = reason_for(function, before, after)
+            line = f"| {function} | `{before}` | `{after}` | {reason or status} |"
             (explained if reason else unexplained).append(line)
     lines = [
         f"{killed} of {len(results)} mutants killed ({100.0 * share:.1f} %, {counts['timeout']} "
         f"of them by a timeout that came twice); {len(explained)} survivors explained, "
         f"{len(unexplained)} not.",
         "",
-        "| function | change | why no test can or need see it |", "|---|---|---|",
+        "| function | before | after | why no test can see it |", "|---|---|---|---|",
         *sorted(explained), *sorted(unexplained),
     ]  # fmt: skip
     print("\n".join(lines))
@@ -82,7 +83,7 @@ def _mutmut(*arguments: str) -> str:
         stdout=subprocess.PIPE if arguments[0] != "run" else None,
     )  # fmt: skip
     if result.returncode != 0:
-        raise RuntimeError(f"mutmut {arguments[0]}: ended with code {result.returncode}")
+        raise ValueError(f"mutmut {arguments[0]}: ended with code {result.returncode}, needed 0")
     return result.stdout or ""
 
 
@@ -94,15 +95,17 @@ def _results(pattern: str) -> list[tuple[str, str]]:
     return [(name, status) for name, _, status in pairs if name.startswith(start)]
 
 
-def _change(name: str) -> tuple[str, str]:
-    """The function that a mutant is in, and its changed lines as `old => new`."""
+def _change(name: str) -> tuple[str, str, str]:
+    """The function that a mutant is in, and its lines that change, before and after."""
     module, _, mangled = name.rpartition(".")
-    function = re.sub(r"__mutmut_\d+$", "", mangled).removeprefix("x").strip("_ǁ")
-    lines = _mutmut("show", name).splitlines()
-    lines = [line for line in lines if not line.startswith(("---", "+++"))]
-    old = " ".join(line[1:].strip() for line in lines if line.startswith("-"))
-    new = " ".join(line[1:].strip() for line in lines if line.startswith("+"))
-    return f"{module}.{function.replace('ǁ', '.')}", f"{old} => {new}"
+    mangled = re.sub(r"__mutmut_\d+$", "", mangled)
+    # x_function, or x, class and method with a separator before each.
+    parts = mangled.split("ǁ")[1:] or [mangled.removeprefix("x_")]
+    lines = [x for x in _mutmut("show", name).splitlines() if not x.startswith(("---", "+++"))]
+    before, after = (
+        " ".join(line[1:].strip() for line in lines if line.startswith(sign)) for sign in "-+"
+    )
+    return ".".join([module, *parts]), before, after
 
 
 if __name__ == "__main__":

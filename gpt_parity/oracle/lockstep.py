@@ -140,7 +140,12 @@ def step_tolerances(clean: State, noisy: list[State], unit: Unit) -> Spread:
 
 
 def judge_step(candidate: State, clean: State, tolerances: Spread, unit: Unit) -> list[Judgement]:
-    """Judge every array of a state."""
+    """Judge every array of a state.
+
+    Raises ValueError where the candidate lacks an array or has one too many.
+    """
+    if list(candidate) != list(clean):
+        raise ValueError(f"state: got {list(candidate)}, needed {list(clean)}")
     judgements = []
     for key, reference in clean.items():
         kind, _, name = (key, "", key) if key in QUANTITIES else key.partition(" ")

@@ -6,7 +6,8 @@ roundoff u and underflow unit eta is off by a small multiple of  u m + eta,  how
 afterwards. m = 0 means that nothing is rounded and results are compared bitwise. A reduction of
 length K counts sqrt(K) times the sum of magnitudes: the deterministic factor is K (Higham 2002,
 Accuracy and Stability of Numerical Algorithms, ch. 3), the probabilistic one sqrt(K) (Higham &
-Mary, SIAM J. Sci. Comput. 2019). Without it, sums over a thousand rows raise false alarms.
+Mary, SIAM J. Sci. Comput. 2019). Without it, sums over a thousand rows raise false alarms. Terms
+that are equal do not average out, and count as the deterministic factor has it.
 
 - A priori (one operation): `bound` below.
 - Whole model: `MonteCarloArithmetic` perturbs every result by a random u m + eta (Parker 1997).
@@ -30,6 +31,9 @@ from numpy_impl.tape import Observer, unbroadcast
 # Multiple of u m + eta that one operation may be off; the worst clean ratio measured over the
 # suite's operations, structures and both backends is about a third of it.
 OPERATION_FACTOR = 8.0
+
+# Sums of more rows than this are searched for equal ones.
+SHORT_SUM = 256
 
 # Values of one result that agree to this many units share half of their noise (a power of two).
 EQUAL_UNITS = 1024
@@ -94,6 +98,28 @@ def _root(length: int) -> float:
     return math.sqrt(length)
 
 
+def _root_of_rows(*arrays: np.ndarray) -> float:
+    """sqrt(sum of c^2) over groups of c equal rows: sqrt(K) if all K differ, K if all are equal.
+
+    Equal terms round alike, one after the other, and their errors add up. In short sums the
+    factor of a tolerance covers that.
+    """
+    length = len(arrays[0])
+    if length <= SHORT_SUM:
+        return _root(length)
+    counts = np.unique(sum(map(_fingerprints, arrays)), return_counts=True)[1]
+    return math.sqrt(float(np.square(counts).sum()))
+
+
+def _fingerprints(x: np.ndarray) -> np.ndarray:
+    """An integer for each row (K, ...), the same where rows agree to ten bits of their largest."""
+    rows = x.reshape(len(x), -1)
+    exponents = np.frexp(np.abs(rows).max(axis=1))[1]
+    digits = np.rint(np.ldexp(rows, 10 - exponents[:, None])).astype(np.int64)
+    keys = np.random.default_rng(0).integers(-(2**62), 2**62, rows.shape[1])
+    return (digits * keys).sum(axis=1)
+
+
 def _sum_forward(c: Call) -> np.ndarray:
     m = np.abs(c.data[0]).sum(axis=c.attributes["axis"]).reshape(c.out.shape)
     return _root(c.data[0].size // c.out.size) * m
@@ -130,16 +156,20 @@ def _linear_backward(c: Call) -> np.ndarray:
     x, weight, _ = c.data
     if c.i == 0:
         return _root(len(weight)) * (np.abs(c.upstream) @ np.abs(weight))
-    g = _rows(c.upstream)
-    return _root(len(g)) * (g.T @ _rows(x) if c.i == 1 else g.sum(axis=0))
+    g = c.upstream.reshape(-1, len(weight))
+    if c.i == 1:
+        return _root_of_rows(g, x.reshape(-1, x.shape[-1])) * (np.abs(g).T @ _rows(x))
+    return _root_of_rows(g) * np.abs(g).sum(axis=0)
 
 
 def _embedding_backward(c: Call) -> np.ndarray:
     table, ids = c.data
+    g = c.upstream.reshape(-1, table.shape[-1])
     m = np.zeros(table.shape)
-    np.add.at(m, ids.reshape(-1), _rows(c.upstream))
+    np.add.at(m, ids.reshape(-1), np.abs(g))
     count = np.bincount(ids.reshape(-1), minlength=len(table))
-    return m * np.where(count > 1, np.sqrt(count), 0.0)[:, None]  # one occurrence is a copy
+    equal = _root_of_rows(g) / _root(len(g))
+    return m * np.where(count > 1, equal * np.sqrt(count), 0.0)[:, None]  # once is a copy
 
 
 def _softmax_parts(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -172,7 +202,7 @@ def _cross_entropy_forward(c: Call) -> np.ndarray:
     p, roundings = _softmax_parts(x)
     z_target = np.abs(x[np.arange(len(x)), c.data[1].reshape(-1)] - x.max(axis=-1))
     rows = z_target + np.log(x.shape[-1]) + (p * roundings).sum(axis=-1)
-    return np.asarray(_root(len(x)) * rows.mean())
+    return np.asarray(_root_of_rows(rows[:, None]) * rows.mean())
 
 
 def _cross_entropy_backward(c: Call) -> np.ndarray:

@@ -9,13 +9,14 @@ most specific first: those that execute the fewest of all places.
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import multiprocessing
+import multiprocessing.connection
 import os
-import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,10 @@ ALL_BUGS = (*BUGS, *BLIND_BUGS)
 LEFT_OUT = ("test_planted.py", "test_package.py", "test_verify.py", "test_headline.py")
 LOCALISED_SIZES = ("distinct primes", "square", "short text")
 LOCALISED_SEEDS = 3
-SECONDS_PER_BUG = 300
+SECONDS_PER_TASK = 600
+ERROR = "an exception"
+LOUD = 10  # tests that end in an exception
+FORK = multiprocessing.get_context("fork")
 
 
 @dataclass
@@ -45,14 +49,16 @@ class Finding:
 
     `caught` holds, by kind of reference, the tests that failed, with the number of examples that
     it took (1 where Hypothesis draws none). `ratio` is the largest error in units of tolerance
-    over a few models (infinite where a pass ends in an error), `located` how many of those models
-    the comparer's first divergence names, by name.
+    over a few models (infinite where the trace notices a value that was changed), `located` how
+    many of those models the comparer's first divergence names, by name; in `errors` of them the
+    pass ended in an exception.
     """
 
     bug: PlantedBug
     caught: dict[str, dict[str, int]] = field(default_factory=dict)
     ratio: float = 0.0
     located: dict[str, int] = field(default_factory=dict)
+    errors: int = 0
     problem: str = ""
     seconds: float = 0.0
 
@@ -62,8 +68,13 @@ class Finding:
 
     @property
     def is_caught(self) -> bool:
-        """By two checks whose references differ."""
-        return len(self.caught) >= 2
+        """By two checks whose references differ, or loudly."""
+        return len(self.caught) >= 2 or self.is_loud
+
+    @property
+    def is_loud(self) -> bool:
+        """Whether it ends most tests in an exception before anything can be compared."""
+        return len(self.caught.get(ERROR, ())) >= LOUD
 
     @property
     def is_localised(self) -> bool:
@@ -98,18 +109,57 @@ class Examination:
 
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
         self.items = session.items
-        context = multiprocessing.get_context("fork")
-        # Forks of this process, which has computed nothing yet: PyTorch has no threads to lose.
-        with _only(self), context.Pool(1, maxtasksperchild=1) as pool:
-            self.places, self.seconds, failed = pool.apply(_survey)
+        survey = next(self._in_forks([self.survey], 1))
+        if isinstance(survey, str):
+            raise pytest.UsageError(f"the survey of all tests {survey}")
+        self.places, self.seconds, failed = survey
         if failed:
             raise pytest.UsageError(f"without any bug planted, these tests fail: {failed}")
-        with _only(self), context.Pool(self.plan.processes, maxtasksperchild=1) as pool:
-            found = pool.imap(_examine, range(len(self.bugs)), chunksize=1)
-            screen = Console(file=sys.__stdout__)
-            steps = track(found, total=len(self.bugs), description="bugs", console=screen)
-            self.findings = list(steps)
+        tasks = [functools.partial(self.examine, bug) for bug in self.bugs]
+        found = self._in_forks(tasks, self.plan.processes)
+        screen = Console(file=sys.__stdout__)
+        steps = track(found, total=len(tasks), description="bugs", console=screen)
+        self.findings = [
+            Finding(bug, problem=finding) if isinstance(finding, str) else finding
+            for bug, finding in zip(self.bugs, steps, strict=True)
+        ]
         return True
+
+    def _in_forks(self, tasks: list[Callable[[], Any]], processes: int) -> Iterator[Any]:
+        """The results of `tasks` in order, each from a fork of this process.
+
+        A fork has the collected tests, which no process can be sent, and nothing that a test did.
+        The result is a sentence where a process died or took too long.
+        """
+        running: dict[int, tuple[Any, Any, float]] = {}
+        done: dict[int, Any] = {}
+        started = 0
+        for k in range(len(tasks)):
+            while k not in done:
+                while started < len(tasks) and len(running) < processes:
+                    receiver, sender = FORK.Pipe(duplex=False)
+                    process = FORK.Process(target=_run_and_send, args=(tasks[started], sender))
+                    process.start()
+                    sender.close()
+                    running[started] = process, receiver, time.monotonic()
+                    started += 1
+                multiprocessing.connection.wait([r for _, r, _ in running.values()], timeout=1.0)
+                for i, (process, receiver, since) in list(running.items()):
+                    late = time.monotonic() - since > SECONDS_PER_TASK
+                    if not receiver.poll() and not late:
+                        continue
+                    if late:
+                        process.kill()
+                        done[i] = f"did not end within {SECONDS_PER_TASK} s"
+                    else:
+                        try:
+                            done[i] = receiver.recv()
+                        except EOFError:
+                            process.join()
+                            done[i] = f"died with exit code {process.exitcode}"
+                    process.join()
+                    del running[i]
+            yield done.pop(k)
 
     def survey(self) -> tuple[dict[str, set[str]], dict[str, float], list[str]]:
         """Run everything once: places that each test executes, its seconds, and what fails."""
@@ -122,33 +172,45 @@ class Examination:
                 start = time.perf_counter()
                 self._run(item, self.items[i + 1] if i + 1 < len(self.items) else None)
                 places[item.nodeid], seconds[item.nodeid] = set(seen), time.perf_counter() - start
-        return places, seconds, reports.failed
+        return places, seconds, sorted(reports.failed)
 
     def examine(self, bug: PlantedBug) -> Finding:
-        """Plant a bug, judge a few models, and run the tests that execute its place."""
+        """Plant a bug, judge a few models, and run the tests that execute its place.
+
+        What a test found counts only if the test passes once the bug is gone.
+        """
         reports, finding = _Reports(), Finding(bug)
         self._register(reports)
         finding.caught = reports.caught
         items = [i for i in self.items if bug.place in self.places[i.nodeid] and _kind(i)]
         items.sort(key=lambda item: (len(self.places[item.nodeid]), self.seconds[item.nodeid]))
         start = time.perf_counter()
-        try:
-            with _time_limit(SECONDS_PER_BUG), planted(bug):
-                if bug.tensor:
-                    _localise(finding)
-                for item in items:
-                    if self._is_enough(finding):
-                        break
-                    if len(finding.caught.get(_kind(item), ())) < self.plan.tests:
-                        self._run(item, None)
-        except pytest.exit.Exception as limit:
-            finding.problem = str(limit)
-        finding.seconds = time.perf_counter() - start
+        with planted(bug):
+            if bug.tensor:
+                _localise(finding)
+            for item in items:
+                if self._is_enough(finding):
+                    break
+                if len(finding.caught.get(_kind(item), ())) < self.plan.tests:
+                    self._run(item, None)
+        seconds = time.perf_counter() - start
+        again = _Reports()
+        self._register(again)
+        for item in items:
+            if item.nodeid in reports.failed:
+                self._run(item, None)
+        for tests in reports.caught.values():
+            for name in again.failed & tests.keys():
+                del tests[name]
+        finding.caught = {kind: tests for kind, tests in reports.caught.items() if tests}
+        if again.failed:
+            finding.problem += f" fails without the bug as well: {sorted(again.failed)}"
+        finding.seconds = seconds
         return finding
 
     def _is_enough(self, finding: Finding) -> bool:
         full = [kind for kind, tests in finding.caught.items() if len(tests) >= self.plan.tests]
-        return len(full) >= self.plan.kinds
+        return len(full) >= self.plan.kinds or finding.is_loud
 
     def _register(self, plugin: Any) -> None:
         self.items[0].config.pluginmanager.register(plugin)
@@ -157,30 +219,10 @@ class Examination:
         item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
 
 
-_examination: Examination | None = None
-
-
-@contextlib.contextmanager
-def _only(examination: Examination) -> Iterator[None]:
-    """Hands the examination to forked processes, which cannot be sent collected tests."""
-    global _examination
-    _examination = examination
-    try:
-        yield
-    finally:
-        _examination = None
-
-
-def _survey() -> tuple[dict[str, set[str]], dict[str, float], list[str]]:
-    assert _examination is not None
+def _run_and_send(task: Callable[[], Any], sender: Any) -> None:
     _silence()
-    return _examination.survey()
-
-
-def _examine(index: int) -> Finding:
-    assert _examination is not None
-    _silence()
-    return _examination.examine(_examination.bugs[index])
+    sender.send(task())
+    sender.close()
 
 
 def _silence() -> None:
@@ -196,23 +238,29 @@ def _kind(item: Any) -> str:
 
 
 class _Reports:
-    """A pytest plugin that notes which tests fail, with the examples they needed."""
+    """A pytest plugin that notes which tests fail, with the examples they needed.
+
+    A comparison that fails is credited to the kind of its reference. Any other exception shows
+    that something is wrong without a reference, and counts as one kind for all tests together.
+    """
 
     def __init__(self) -> None:
         self.caught: dict[str, dict[str, int]] = {}
-        self.failed: list[str] = []
+        self.failed: set[str] = set()
 
     @pytest.hookimpl(hookwrapper=True)
     def pytest_runtest_makereport(self, item: Any, call: Any) -> Iterator[None]:
         outcome = yield
         report = outcome.get_result()
-        if not report.failed:
+        if not report.failed or item.nodeid in self.failed:
             return
-        # After a test comes the guard on global state, whose reference is equality.
-        kind = EXACT if report.when == "teardown" else _kind(item)
-        name = item.nodeid.split("/")[-1]
-        self.caught.setdefault(kind, {})[name] = _examples(item)
-        self.failed.append(name)
+        self.failed.add(item.nodeid)
+        if not isinstance(call.excinfo.value, AssertionError | pytest.fail.Exception):
+            kind = ERROR
+        else:
+            # After a test comes the guard on global state, whose reference is equality.
+            kind = EXACT if report.when == "teardown" else _kind(item)
+        self.caught.setdefault(kind, {})[item.nodeid] = _examples(item)
 
 
 def _examples(item: Any) -> int:
@@ -236,6 +284,7 @@ def _localise(finding: Finding) -> None:
                 report = judge(case, "torch", "float64")
             except Exception as error:  # the mistake may end the pass
                 finding.problem = f"{type(error).__name__}: {error}"
+                finding.errors += 1
                 if not finding.problem.startswith("RuntimeError: trace: "):
                     continue
                 name, ratio = str(error).split()[1], float("inf")  # the trace names the tensor
@@ -245,20 +294,6 @@ def _localise(finding: Finding) -> None:
             finding.ratio = max(finding.ratio, ratio)
             if name:
                 finding.located[name] = finding.located.get(name, 0) + 1
-
-
-@contextlib.contextmanager
-def _time_limit(seconds: int) -> Iterator[None]:
-    def stop(number: int, frame: Any) -> None:
-        pytest.exit(f"not finished after {seconds} s")  # the one exception no test report swallows
-
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.alarm(seconds)
-    try:
-        yield
-    finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
 
 
 def examine_all(bugs: Sequence[PlantedBug], plan: Plan) -> list[Finding]:
@@ -279,6 +314,9 @@ def examine_all(bugs: Sequence[PlantedBug], plan: Plan) -> list[Finding]:
 
 
 def clean_ratio(models: int, seed: int) -> float:
-    """The largest error of clean float64 models, in units of tolerance."""
+    """The largest error of clean models in float64 and float32, in units of tolerance."""
     rng = np.random.default_rng(seed)
-    return max(judge(random_case(rng), "torch", "float64").worst.ratio for _ in range(models))
+    candidates = (("torch", "float64"), ("torch", "float32"), ("numpy", "float32"))
+    cases = [random_case(rng) for _ in range(models)]
+    with np.errstate(all="ignore"):  # float32 may overflow where nothing is judged
+        return max(judge(case, *c).worst.ratio for case in cases for c in candidates)

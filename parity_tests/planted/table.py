@@ -325,7 +325,7 @@ BUGS: tuple[PlantedBug, ...] = (
         "(p * (grad - (grad * p).sum(axis=-1, keepdims=True)),)",
         "(np.multiply(p, grad - (grad * p).sum(axis=-1, keepdims=True), out=p),)",
         "the gradient is written into the probabilities that were saved",
-        frozenset({TWIN, EXACT}),
+        frozenset({TWIN, EXACT}), "attention.softmax.output",
     ),
     PlantedBug(
         "softmax-dim-one", f"{TORCH_LAYERS}:Softmax.__init__", "dim=-1", "dim=1",
