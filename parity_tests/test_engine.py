@@ -404,6 +404,34 @@ def test_a_number_as_divisor_costs_no_gradient() -> None:
     assert x.detach().requires_grad is False
 
 
+def test_an_operation_may_give_a_parent_no_gradient() -> None:
+    """The other parents get theirs, and what stands above the one without stays without."""
+    a, b = tensor(2.0), tensor(3.0)
+    above, beside = a * a, b * b
+    for parents in ((above, beside), (beside, above)):
+        gradients = [None if p is above else np.array(5.0) for p in parents]
+        Tensor.from_op("half", np.array(1.0), parents, lambda g, each=gradients: each).backward(
+            retain_graph=True
+        )
+    assert a.grad is None and b.grad == 2 * 5.0 * 6.0
+
+
+def test_a_new_tensor_is_a_plain_leaf() -> None:
+    x = Tensor([1, 2])
+    assert (x.op, x.attributes, x.parents, x.grad) == ("leaf", {}, (), None)
+    assert x.requires_grad is True and x.retains_grad is False
+    assert [Tensor(number).dtype for number in (1.5, 2, True)] == [np.float32] * 3
+    assert (x + 1.0).parents[1].requires_grad is False
+    assert [Tensor(np.array(n)).dtype.kind for n in (np.uint8(1), True, 1)] == ["u", "b", "i"]
+
+
+@pytest.mark.parametrize("dtype", (np.float32, np.float64))
+def test_a_cotangent_of_plain_numbers_takes_the_dtype(dtype: Any) -> None:
+    x = Tensor(np.array([1.0, 2.0], dtype))
+    (x * x).backward([3, 4.5])
+    assert x.grad.tolist() == [6.0, 18.0] and x.grad.dtype == dtype
+
+
 def test_data_is_copied_in_and_out() -> None:
     array = np.ones(2)
     x = Tensor(array)

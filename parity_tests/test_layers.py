@@ -122,6 +122,14 @@ def test_a_state_of_another_precision_is_rounded() -> None:
 
 
 @both_twins
+@pytest.mark.parametrize("dtype", ("uint8", "uint64", "int16", "int64"))
+def test_tokens_of_every_integer_dtype(twin: Twin, dtype: str) -> None:
+    model = twin.gpt.GPT(5, 4, 3, 1)
+    tokens = np.array([[4, 0, 1]])
+    np.testing.assert_array_equal(model.predict(tokens.astype(dtype)), model.predict(tokens))
+
+
+@both_twins
 def test_the_default_seed_is_zero(twin: Twin) -> None:
     weights, others = (
         twin.array(next(model.parameters()))

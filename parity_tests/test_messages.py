@@ -155,6 +155,10 @@ NUMPY: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         freed, RuntimeError,
         "backward: this graph was freed by an earlier backward (use retain_graph)",
     ),
+    "no history": (
+        lambda: Tensor(np.ones(1), requires_grad=False).backward(), RuntimeError,
+        "backward: this tensor has no history that needs a gradient",
+    ),
     "memory replaced": (
         replaced, RuntimeError,
         "optimizer: a parameter's memory was replaced since (assign with data[...] =)",

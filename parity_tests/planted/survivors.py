@@ -44,6 +44,9 @@ SURVIVORS = (
       for new in ("kind=None", 'kind="STABLE"', "")),
     *(Survivor(f"{FUNCTIONAL}.tril", "dtype=bool", new, LIKE_BOOLEANS)
       for new in ("dtype=None", "")),
+    *(Survivor("numpy_impl.tensor.Tensor.__init__", f'"{kinds}"', f'"XX{kinds}XX"',
+               "no dtype is of kind X")
+      for kinds in ("fiub", "fciub", "fc")),
     Survivor(f"{FUNCTIONAL}._check_mask", "astype(bool)", "astype(None)", LIKE_BOOLEANS),
     Survivor(f"{OPTIM}.clip_grad_norm", "scale > 1.0", "scale >= 1.0",
              "a scale of exactly 1 and the number 1 multiply alike"),
