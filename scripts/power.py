@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import os
 import sys
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -18,31 +18,37 @@ from gpt_parity.cli import run_app
 from gpt_parity.files import write_atomically
 from gpt_parity.provenance import provenance
 from gpt_parity.schedule import require_integer
-from parity_tests.planted.power import ALL_BUGS, FULL, SHORT, Finding, clean_ratio, examine_all
+from parity_tests.planted.power import ALL_BUGS, Finding, Plan, clean_ratio, examine_all
 from parity_tests.record import record
 
 SMALLEST_PLANTED, LARGEST_CLEAN = 3.0, 0.6
 
 
 def main(
-    *, full: bool = False, only: str = "", models: int = 100, processes: int = 2,
-    json_file: Path | None = None,
+    *, only: str = "", kinds: int = 2, tests: int = 1,
+    profile: Literal["power-short", "power"] = "power-short", models: int = 100,
+    processes: int = 2, write: bool = False, json_file: Path | None = None,
 ) -> int:  # fmt: skip
     """Plant every bug, run the tests it concerns, and say what caught it.
 
-    Example: python scripts/power.py --full
+    Example: python scripts/power.py --kinds 4 --tests 2 --write
 
     Parameters
     ----------
-    full
-        Look for three failing tests of every kind of reference, with all examples, and record the
-        result in docs/power.md; else stop at one test of two kinds.
     only
         Examine only bugs whose name contains this.
+    kinds
+        Kinds of reference to look for.
+    tests
+        Failing tests to look for of each kind.
+    profile
+        10 examples a property, or as many as the suite draws (100).
     models
         Clean models for the upper end of the band.
     processes
         Bugs examined side by side.
+    write
+        Record the result in docs/power.md.
     json_file
         Also write every finding to this file.
     """
@@ -51,13 +57,15 @@ def main(
         raise ValueError(f"only: no bug has {only!r} in its name")
     require_integer("models", models, 1)
     require_integer("processes", processes, 1)
-    findings = examine_all(bugs, replace(FULL if full else SHORT, processes=processes))
+    require_integer("kinds", kinds, 2)
+    require_integer("tests", tests, 1)
+    findings = examine_all(bugs, Plan(profile, kinds, tests, processes))
     clean = clean_ratio(models, seed=1)
     lines, ok = summary(findings, clean, models)
     print("\n".join(lines))
     if json_file is not None:
         write_atomically(json_file, json.dumps(as_json(findings, clean), indent=1).encode())
-    if full and not only:
+    if write:
         record("Planted bugs", [*(f"- {line}" for line in lines), "", *table(findings)])
     return 0 if ok else 1
 
@@ -92,9 +100,9 @@ def summary(findings: list[Finding], clean: float, models: int) -> tuple[list[st
 def table(findings: list[Finding]) -> list[str]:
     """One line per bug."""
     lines = [
-        "Kinds of reference that caught it, with the failing tests looked for (at most three of a "
-        "kind) and the fewest examples that one of them needed; largest error in units of "
-        "tolerance, and the comparer's first divergence.", "",
+        "Kinds of reference that caught it, with the number of failing tests (no more were looked "
+        "for than the command says), and the fewest examples that one of them needed; largest "
+        "error in units of tolerance, and the comparer's first divergence.", "",
         "| bug | mistake | caught by | examples | error | first divergence |",
         "|---|---|---|---|---|---|",
     ]  # fmt: skip

@@ -87,14 +87,10 @@ class Finding:
 class Plan:
     """How much to run: up to `tests` failing tests of up to `kinds` kinds of reference a bug."""
 
-    profile: str
-    kinds: int
-    tests: int
+    profile: str = "power-short"
+    kinds: int = 2
+    tests: int = 1
     processes: int = 2
-
-
-SHORT = Plan("power-short", kinds=2, tests=1)
-FULL = Plan("power", kinds=5, tests=3)
 
 
 class Examination:
