@@ -13,7 +13,7 @@ from gpt_parity.backends import build_model, load_backend
 from gpt_parity.config import GPTConfig
 from gpt_parity.oracle.compare import FORWARD, PARAMETER, Judgement, Report, compare, compare_traces
 from gpt_parity.oracle.complex_step import complex_step_votes
-from gpt_parity.oracle.rounding import FLOAT32, FLOAT64, MonteCarloArithmetic, row
+from gpt_parity.oracle.rounding import FLOAT32, FLOAT64, Call, MonteCarloArithmetic, row
 from gpt_parity.oracle.slips import planted_slips, show_slips
 from gpt_parity.oracle.tolerance import (
     Tolerance,
@@ -264,6 +264,27 @@ def test_the_error_of_a_derivative_follows_the_operand() -> None:
     assert np.std(means) > 0.2  # noise that follows the products averages out: 0.02
 
 
+@pytest.mark.parametrize(("length", "groups", "factor"), [
+    (1000, 1, 1000.0),  # all rows equal: their errors add up
+    (1000, 1000, math.sqrt(1000.0)),  # all different: they average out
+    (1000, 10, math.sqrt(10 * 100.0**2)),
+    (256, 1, 16.0),  # in short sums the factor of the tolerance covers it
+])  # fmt: skip
+def test_equal_terms_of_a_long_sum_count_in_full(length: int, groups: int, factor: float) -> None:
+    rng = np.random.default_rng(0)
+    g = rng.standard_normal((groups, 3))[np.arange(length) % groups]
+    g *= 1.0 + 1e-6 * rng.standard_normal(g.shape)  # as far apart as noise puts equal rows
+    x, weight = np.ones((length, 2)), np.zeros((3, 2))
+    call = Call((x, weight, np.zeros(3)), np.zeros(3), FLOAT32, {}, g, 2)
+    m = row("linear").backward(call)
+    np.testing.assert_allclose(m, factor * np.abs(g).sum(axis=0), rtol=1e-12)
+    ids = np.zeros(length, int)
+    call = Call((np.zeros((4, 3)), ids), np.zeros((4, 3)), FLOAT32, {}, g, 0)
+    m = row("embedding").backward(call)
+    np.testing.assert_allclose(m[0], factor * np.abs(g).sum(axis=0), rtol=1e-12)
+    assert not m[1:].any()
+
+
 @pytest.mark.parametrize(
     ("tau", "lead", "undecided"),
     [
@@ -332,6 +353,9 @@ def test_complex_step_finds_a_wrong_gradient_and_says_whose() -> None:
     nan = with_parameter(autograd, WEIGHT, np.full_like(autograd.parameters[WEIGHT], np.nan))
     votes = complex_step_votes(model, loss_fn, tokens, targets, clean, nan, tolerances)
     assert [v.autograd for v in votes if v.name == WEIGHT] == [math.inf]
+    longer = with_parameter(autograd, WEIGHT, autograd.parameters[WEIGHT][None])
+    with pytest.raises(ValueError, match=rf"{WEIGHT}: got shape \(1, 7, 7\), needed \(7, 7\)"):
+        complex_step_votes(model, loss_fn, tokens, targets, clean, longer, tolerances)
 
 
 def test_traces_leave_no_gradients_and_no_hooks() -> None:

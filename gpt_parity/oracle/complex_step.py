@@ -53,7 +53,8 @@ def complex_step_votes(
 
     `model` is the complex128 NumPy model with the weights of `closure`. Allowed is
     1e-13 ||g|| ||d|| / sqrt(n), which holds at the training initialisation; elsewhere pass
-    Monte Carlo `tolerances`, and it is tol ||d|| / sqrt(n).
+    Monte Carlo `tolerances`, and it is tol ||d|| / sqrt(n). Raises ValueError for a gradient of
+    another shape.
     """
     rng = np.random.default_rng(seed)
     parameters = dict(model.named_parameters())
@@ -87,7 +88,10 @@ def complex_step_votes(
                 else:
                     allowed = getattr(tolerances, part)[name].whole * size
                 for who, trace in (("closure", closure), ("autograd", autograd)):
-                    error = abs(numeric - float((getattr(trace, part)[name] * d).sum()))
+                    gradient = getattr(trace, part)[name]
+                    if gradient.shape != d.shape:
+                        raise ValueError(f"{name}: got shape {gradient.shape}, needed {d.shape}")
+                    error = abs(numeric - float((gradient * d).sum()))
                     ratio = error / allowed if allowed else math.inf if error else 0.0
                     worst[who] = max(worst[who], math.inf if math.isnan(ratio) else ratio)
             votes.append(Vote(name, kind, **worst))
