@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import os
+import signal
+import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -25,7 +28,7 @@ from numpy_impl import functional as F
 from numpy_impl import tape
 from numpy_impl.layers import Parameter, Softmax, Tril
 from numpy_impl.tensor import Tensor
-from parity_tests.planted import PlantedBug, function_at, planted, watched
+from parity_tests.planted import PlantedBug, function_at, planted, power, watched
 from parity_tests.planted.blind import BLIND_BUGS
 from parity_tests.planted.survivors import reason_for
 from parity_tests.planted.table import BOUND, BUGS, EXACT, HAND, STEP, TWIN
@@ -277,3 +280,36 @@ def test_reasons_for_survivors_are_for_one_replacement_in_one_function() -> None
     ):
         assert not reason_for(function, line, line.replace(before, after))
     assert not reason_for(linear, line, line)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # one thread computes here
+def test_a_process_that_dies_or_hangs_is_told_from_one_that_answers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(power, "SECONDS_PER_TASK", 1.0)
+
+    def die() -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    tasks = [lambda: 1, die, lambda: time.sleep(60), lambda: 4, lambda: 1 / 0]
+    answers = list(power.Examination([], power.Plan())._in_forks(tasks, 2))
+    assert answers[:2] == [1, f"died with exit code {-signal.SIGKILL}"]
+    assert answers[2:] == ["did not end within 1.0 s", 4, "died with exit code 1"]
+
+
+def finding(caught: dict[str, int], located: dict[str, int]) -> power.Finding:
+    tests = {kind: {f"test {i}": 1 for i in range(count)} for kind, count in caught.items()}
+    return power.Finding(BY_NAME["gelu-erf"], caught=tests, located=located)
+
+
+def test_caught_and_localised_by_the_numbers() -> None:
+    assert BY_NAME["gelu-erf"].tensor == "feed_forward.gelu.output"
+    right, wrong = "transformers.1.feed_forward.gelu.output", "transformers.1.output"
+    assert not finding({"by hand": 9}, {}).is_caught
+    assert finding({"by hand": 1, "exact property": 1}, {}).is_caught
+    assert not finding({power.ERROR: 9}, {}).is_caught
+    assert finding({power.ERROR: 10}, {}).is_loud
+    for located, localised in (
+        ({right: 2, wrong: 1}, True), ({right: 1, wrong: 1}, False), ({}, False),
+    ):  # fmt: skip
+        assert finding({}, located).is_localised is localised
