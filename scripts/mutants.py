@@ -25,7 +25,10 @@ PACKAGES = {"numpy_impl": "numpy_impl", "oracle": "gpt_parity.oracle"}
 NEEDED = 0.95
 
 
-def mutants(package: Literal["numpy_impl", "oracle"] = "numpy_impl", *, processes: int = 2) -> int:
+def mutants(
+    package: Literal["numpy_impl", "oracle"] = "numpy_impl", *, survivors: bool = False,
+    processes: int = 2,
+) -> int:  # fmt: skip
     """Run mutmut (configured in pyproject.toml), explain each survivor, write docs/power.md.
 
     Fewer than 95 % killed, or a survivor without a reason: exit 1. Needs the extra `mutants`.
@@ -36,6 +39,8 @@ def mutants(package: Literal["numpy_impl", "oracle"] = "numpy_impl", *, processe
     ----------
     package
         What is mutated: all of numpy_impl, or gpt_parity/oracle without its tables and sentences.
+    survivors
+        Test again only what survived last time, after tests were added.
     processes
         Mutants tested side by side.
     """
@@ -43,7 +48,8 @@ def mutants(package: Literal["numpy_impl", "oracle"] = "numpy_impl", *, processe
     if importlib.util.find_spec("mutmut") is None:
         raise ValueError("mutmut: is not installed, needed the extra `mutants`")
     pattern = f"{PACKAGES[package]}.*"
-    _mutmut("run", "--max-children", str(processes), pattern)
+    again = [name for name, status in _results(pattern) if status != "killed"] if survivors else []
+    _mutmut("run", "--max-children", str(processes), *(again or [pattern]))
     # A timeout may be a machine that was busy: it counts once it has happened alone as well.
     late = [name for name, status in _results(pattern) if status == "timeout"]
     if late:
