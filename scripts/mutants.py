@@ -40,7 +40,7 @@ def mutants(
     package
         What is mutated: all of numpy_impl, or gpt_parity/oracle without its tables and sentences.
     survivors
-        Test again only what survived last time, after tests were added.
+        Test again only what survived last time without a reason, after tests were added.
     processes
         Mutants tested side by side.
     """
@@ -48,8 +48,12 @@ def mutants(
     if importlib.util.find_spec("mutmut") is None:
         raise ValueError("mutmut: is not installed, needed the extra `mutants`")
     pattern = f"{PACKAGES[package]}.*"
-    again = [name for name, status in _results(pattern) if status != "killed"] if survivors else []
-    _mutmut("run", "--max-children", str(processes), *(again or [pattern]))
+    again = [pattern]
+    if survivors:
+        lived = [name for name, status in _results(pattern) if status != "killed"]
+        again = [name for name in lived if not reason_for(*_change(name))]
+    if again:
+        _mutmut("run", "--max-children", str(processes), *again)
     # A timeout may be a machine that was busy: it counts once it has happened alone as well.
     late = [name for name, status in _results(pattern) if status == "timeout"]
     if late:
