@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import re
 from collections.abc import Iterable
 from datetime import date
@@ -25,7 +26,7 @@ def record(heading: str, lines: Iterable[str]) -> None:
     section = "\n".join([
         f"## {heading}", "",
         f"`python scripts/{facts['command']}`, {date.today()}, commit {commit}, NumPy "
-        f"{facts['numpy']}, PyTorch {facts.get('torch')}, Python {facts['python']}.", "",
+        f"{facts['numpy']}, PyTorch {importlib.metadata.version('torch')}, Python {facts['python']}.", "",
         *lines, "", "",
     ])  # fmt: skip
     found = re.compile(rf"^## {re.escape(heading)}\n.*?(?=^## |\Z)", re.MULTILINE | re.DOTALL)
