@@ -26,7 +26,8 @@ def record(heading: str, lines: Iterable[str]) -> None:
     section = "\n".join([
         f"## {heading}", "",
         f"`python scripts/{facts['command']}`, {date.today()}, commit {commit}, NumPy "
-        f"{facts['numpy']}, PyTorch {importlib.metadata.version('torch')}, Python {facts['python']}.", "",
+        f"{facts['numpy']}, PyTorch {importlib.metadata.version('torch')}, "
+        f"Python {facts['python']}.", "",
         *lines, "", "",
     ])  # fmt: skip
     found = re.compile(rf"^## {re.escape(heading)}\n.*?(?=^## |\Z)", re.MULTILINE | re.DOTALL)
