@@ -25,8 +25,8 @@ from numpy_impl.tape import observe
 
 Batch = tuple[np.ndarray, np.ndarray]
 State = dict[str, np.ndarray]
-# Half as many noisy runs as for one pass: they are the cost of a lockstep run, and a clean step
-# stays below a tenth of its tolerance.
+# Fewer noisy runs than for one pass: they are the cost of a lockstep run, and a clean step stays
+# below a tenth of its tolerance.
 NOISY_TRAININGS = 3
 QUANTITIES = ("loss", "gradient norm", "learning rate", "exp_avg", "exp_avg_sq", "weights")
 

@@ -33,7 +33,7 @@ from numpy_impl.tape import Observer, unbroadcast
 OPERATION_FACTOR = 8.0
 
 # Sums of more rows than this are searched for equal ones.
-SHORT_SUM = 256
+SHORT_SUM = 64
 
 # Values of one result that agree to this many units share half of their noise (a power of two).
 EQUAL_UNITS = 1024
@@ -111,6 +111,11 @@ def _root_of_rows(*arrays: np.ndarray) -> float:
     return math.sqrt(float(np.square(counts).sum()))
 
 
+def _root_of_weights(weight: np.ndarray, length: int) -> float:
+    """sqrt(K), or K where all weights are one number, as after a constant initialisation."""
+    return float(length) if (weight == weight.flat[0]).all() else _root(length)
+
+
 def _fingerprints(x: np.ndarray) -> np.ndarray:
     """An integer for each row (K, ...), the same where rows agree to ten bits of their largest."""
     rows = x.reshape(len(x), -1)
@@ -149,13 +154,14 @@ def _rows(x: np.ndarray) -> np.ndarray:
 def _linear_forward(c: Call) -> np.ndarray:
     x, weight, bias = c.data
     # An implementation may start its sum with the bias, which is then rounded K times as well.
-    return _root(x.shape[-1]) * (np.abs(x) @ np.abs(weight).T + np.abs(bias))
+    m = np.abs(x) @ np.abs(weight).T + np.abs(bias)
+    return _root_of_weights(weight, x.shape[-1]) * m
 
 
 def _linear_backward(c: Call) -> np.ndarray:
     x, weight, _ = c.data
     if c.i == 0:
-        return _root(len(weight)) * (np.abs(c.upstream) @ np.abs(weight))
+        return _root_of_weights(weight, len(weight)) * (np.abs(c.upstream) @ np.abs(weight))
     g = c.upstream.reshape(-1, len(weight))
     if c.i == 1:
         return _root_of_rows(g, x.reshape(-1, x.shape[-1])) * (np.abs(g).T @ _rows(x))
