@@ -26,7 +26,7 @@ SMALLEST_PLANTED, LARGEST_CLEAN = 3.0, 0.6
 
 def main(
     *, only: str = "", kinds: int = 2, tests: int = 1,
-    profile: Literal["power-short", "power"] = "power-short", models: int = 100,
+    profile: Literal["power-short", "power"] = "power-short", models: int = 50,
     processes: int = 2, write: bool = False, json_file: Path | None = None,
 ) -> int:  # fmt: skip
     """Plant every bug, run the tests it concerns, and say what caught it.
