@@ -132,7 +132,8 @@ def test_logits_do_not_depend_on_later_tokens(backend: str, case: ModelCase) -> 
     changed[:, -1] = (changed[:, -1] + 1) % case.config.vocab_size
     after = model.predict(changed)
     np.testing.assert_array_equal(before[:, :-1], after[:, :-1])
-    if case.structure == "normal":
+    # With large weights the last position may attend to another one alone.
+    if case.structure == "normal" and case.scale <= 0.3:
         assert (before[:, -1] != after[:, -1]).any()
 
 
