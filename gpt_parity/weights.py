@@ -9,14 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
+from gpt_parity.arrays import read_safetensors
 from gpt_parity.backends import backend_of, build_model
 from gpt_parity.config import BACKENDS, DTYPES, GPTConfig
 from gpt_parity.corpus import CharTokenizer
 from gpt_parity.files import write_atomically
 from gpt_parity.schedule import require_integer
+from gpt_parity.tensors import as_array
 
 CHECKPOINT_NAME = "checkpoint.safetensors"
 FORMAT = "gpt-parity checkpoint"
@@ -47,17 +48,10 @@ def _plain(name: str) -> str:
     return ".".join(parts)
 
 
-def _array(value: Any) -> np.ndarray:
-    """`value` as an array; a tensor of either backend gives its values."""
-    for step in ("detach", "cpu", "numpy"):
-        value = getattr(value, step, lambda value=value: value)()
-    return np.asarray(value)
-
-
 def get_weights(model: Any) -> dict[str, np.ndarray]:
     """Return a copy of every weight by name, in the order of construction and the model's dtype."""
     return {
-        name: np.array(_array(parameter), order="C")
+        name: np.array(as_array(parameter), order="C")
         for name, parameter in named_parameters(model).items()
     }
 
@@ -78,7 +72,7 @@ def set_weights(model: Any, arrays: Mapping[str, Any]) -> None:
     checked = check_arrays("weights", given, {n: tuple(p.shape) for n, p in own.items()})
     copies = {}
     for name, array in checked.items():
-        dtype = _array(own[name]).dtype
+        dtype = as_array(own[name]).dtype
         if not np.can_cast(array.dtype, dtype, "safe"):
             raise ValueError(
                 f"weights: {name} is {array.dtype}, {dtype} is needed or what fits into it"
@@ -114,7 +108,7 @@ def check_arrays(
         found = [f"{_some(missing)} missing"] if missing else []
         found += [f"{_some(extra)} unexpected"] if extra else []
         raise ValueError(f"{title}: {', '.join(found)}; the {len(shapes)} of the model are needed")
-    checked = {name: _array(arrays[name]) for name in shapes}
+    checked = {name: as_array(arrays[name]) for name in shapes}
     for name, array in checked.items():
         if array.dtype.kind not in "fc" if dtype is None else array.dtype.name != dtype:
             needed = dtype or "a floating dtype"
@@ -228,19 +222,7 @@ def load_checkpoint(
     """
     path = Path(path)
     path = path / CHECKPOINT_NAME if path.is_dir() else path
-    try:
-        with path.open("rb"):
-            pass
-        with safe_open(path, framework="numpy") as file:
-            text = (file.metadata() or {}).get("manifest")
-            names = file.keys()
-            arrays = {name: file.get_tensor(name) for name in names}
-    except (OSError, ValueError) as error:  # ValueError: a NUL in the path
-        reason = getattr(error, "strerror", None) or error
-        raise ValueError(f"{path}: cannot be read, {reason}") from error
-    except (SafetensorError, TypeError) as error:  # TypeError: a dtype that NumPy has not
-        reason = " ".join(str(error).split())
-        raise ValueError(f"{path}: is not a whole safetensors file ({reason})") from error
+    arrays, text = read_safetensors(path)
     try:
         checkpoint = _from_arrays(_manifest(text), arrays)
         if config is not None and config != checkpoint.config:

@@ -633,7 +633,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     PlantedBug(
         "weights-alias", f"{WEIGHTS}:get_weights",
-        'np.array(_array(parameter), order="C")', 'np.asarray(_array(parameter), order="C")',
+        'np.array(as_array(parameter), order="C")', 'np.asarray(as_array(parameter), order="C")',
         "the weights handed out by torch are the model's own memory",
         frozenset({EXACT, HAND}),
     ),
