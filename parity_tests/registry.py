@@ -16,22 +16,21 @@ import torch
 from hypothesis import strategies as st
 from torch.func import functional_call
 
-from numpy_impl import functional as F
-from numpy_impl import gpt as numpy_gpt
-from numpy_impl import layers, loss
-from numpy_impl import optim as numpy_optim
-from numpy_impl.tensor import Tensor
-from parity_tests.strategies import (
+from gpt_parity.oracle.examples import (
     STRUCTURES,
     Example,
-    Keep,
     Plan,
-    broadcast_shapes,
     examples,
     ids,
     shapes,
     sizes,
 )
+from numpy_impl import functional as F
+from numpy_impl import gpt as numpy_gpt
+from numpy_impl import layers, loss
+from numpy_impl import optim as numpy_optim
+from numpy_impl.tensor import Tensor
+from parity_tests.strategies import Keep, broadcast_shapes
 from torch_impl import functional as tF
 from torch_impl import gpt as torch_gpt
 from torch_impl import layers as torch_layers

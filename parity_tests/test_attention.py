@@ -15,13 +15,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpt_parity.oracle.compare import compare
+from gpt_parity.oracle.examples import STRUCTURES, Shape, cotangent, seeds
+from gpt_parity.oracle.examples import fill as filled
+from gpt_parity.oracle.examples import sizes as axis_sizes
 from gpt_parity.oracle.rounding import FLOAT32, FLOAT64
 from gpt_parity.oracle.tolerance import noisy_runs, spread_tolerance
 from numpy_impl.tape import Observer, observe
 from parity_tests.registry import NUMPY, TORCH, TWINS, Twin
-from parity_tests.strategies import STRUCTURES, Shape, broadcast_shapes, cotangent, seeds
-from parity_tests.strategies import fill as filled
-from parity_tests.strategies import sizes as axis_sizes
+from parity_tests.strategies import broadcast_shapes
 
 pytestmark = pytest.mark.reference("other backend")
 

@@ -18,13 +18,13 @@ from hypothesis import strategies as st
 
 import numpy_impl
 import torch_impl.functional
+from gpt_parity.oracle.examples import seeds
 from numpy_impl import functional as F
 from numpy_impl import tape
 from numpy_impl.layers import GELU, Layer, Parameter
 from numpy_impl.tape import Observer, no_grad, observe
 from numpy_impl.tensor import Tensor
 from parity_tests.comparers import assert_agree
-from parity_tests.strategies import seeds
 
 pytestmark = pytest.mark.reference("by hand")
 

@@ -12,9 +12,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpt_parity.oracle.rounding import OPERATION_FACTOR, UNITS
+from gpt_parity.oracle.bounds import adamw_step, clip_grad_norm
+from gpt_parity.oracle.examples import seeds, shapes
+from gpt_parity.oracle.rounding import OPERATION_FACTOR, UNITS, bound
+from parity_tests.comparers import assert_within
 from parity_tests.registry import NUMPY, TORCH, TWINS, Twin
-from parity_tests.strategies import seeds, shapes
 
 pytestmark = pytest.mark.reference("by hand")
 
@@ -207,26 +209,6 @@ def test_replaced_memory_is_noticed() -> None:
         optimizer.step()
 
 
-Flat = list[np.ndarray]
-
-
-def adamw_step(
-    w: np.ndarray, g: np.ndarray, m: np.ndarray, v: np.ndarray, t: int, lr: float,
-    betas: tuple[float, float], eps: float, decay: float,
-) -> tuple[Flat, Flat]:  # fmt: skip
-    """Algorithm 2 of Loshchilov & Hutter in float64: weight and moments, and their magnitudes.
-
-    The weight inherits the magnitude of the first moment, which may cancel.
-    """
-    b1, b2 = betas
-    new_m, new_v = b1 * m + (1.0 - b1) * g, b2 * v + (1.0 - b2) * g * g
-    m_size = np.abs(m) + (1.0 - b1) * np.abs(g)
-    denominator = np.sqrt(new_v / (1.0 - b2**t)) + eps
-    step = lr / (1.0 - b1**t) / denominator
-    new_w = (w - lr * decay * w if w.ndim >= 2 else w) - step * new_m
-    return [new_w, new_m, new_v], [np.abs(w) + step * m_size, m_size, new_v]
-
-
 @pytest.mark.reference("other backend")
 @pytest.mark.parametrize("dtype", ("float32", "float64"))
 @given(
@@ -279,14 +261,12 @@ def test_adamw_step_by_step(
                     continue
                 assert now["steps"][i] == t
                 expected, magnitudes = adamw_step(
-                    before[0], g.astype(np.float64), before[1], before[2], t, **{
-                        "lr": lr, "betas": betas, "eps": eps, "decay": decay
-                    }
+                    before[0], g.astype(np.float64), before[1], before[2], t,
+                    lr, betas, eps, decay if g.ndim >= 2 else 0.0,
                 )  # fmt: skip
                 for x, exact, m in zip(found, expected, magnitudes, strict=True):
-                    assert x.dtype == dtype
-                    allowed = OPERATION_FACTOR * (unit.u * m + unit.eta)
-                    assert (np.abs(x - exact) <= allowed).all(), f"{twin.name}, parameter {i}"
+                    what = f"{twin.name}, parameter {i}"
+                    assert_within(x, exact, bound(m, unit), what, dtype)
 
 
 @pytest.mark.reference("other backend")
@@ -303,20 +283,15 @@ def test_clipping_of_random_gradients(
     random = np.random.default_rng(seed)
     unit = UNITS[dtype]
     grads = [(2.0**exponent * random.standard_normal(shape)).astype(dtype) for shape in sizes]
-    exact = math.sqrt(math.fsum(float(x) ** 2 for g in grads for x in g.flat))
-    scale = min(1.0, max_norm / (exact + 1e-6))
-    count = sum(g.size for g in grads)
+    (clipped, exact), (magnitudes, size) = clip_grad_norm(grads, max_norm)
     for twin in TWINS:
         parameters, optimizer = optimizer_of(twin, [np.zeros_like(g) for g in grads])
         for p, g in zip(parameters, grads, strict=True):
             set_grad(twin, p, g)
         norm = optimizer.clip_grad_norm(max_norm)
-        slack = OPERATION_FACTOR * math.sqrt(count) * unit.u
-        assert abs(norm - exact) <= slack * exact
-        for p, g in zip(parameters, grads, strict=True):
-            found, expected = twin.array(p.grad), g.astype(np.float64) * scale
-            assert found.dtype == dtype
-            assert (np.abs(found - expected) <= slack * np.abs(expected) + unit.eta).all()
+        assert abs(norm - exact) <= bound(size, unit)
+        for p, expected, m in zip(parameters, clipped, magnitudes, strict=True):
+            assert_within(twin.array(p.grad), expected, bound(m, unit), twin.name, dtype)
 
 
 @pytest.mark.reference("other backend")
