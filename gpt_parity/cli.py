@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,7 +16,7 @@ from cyclopts import App, CycloptsError, Parameter
 from rich.console import Console
 
 from gpt_parity.backends import MissingBackendError, thread_limit
-from gpt_parity.config import GenerateConfig, TrainConfig, VerifyConfig
+from gpt_parity.config import CheckConfig, ExportConfig, GenerateConfig, TrainConfig, VerifyConfig
 from gpt_parity.provenance import package_version
 
 if TYPE_CHECKING:
@@ -96,6 +97,54 @@ def verify(*, config: Annotated[VerifyConfig | None, Parameter(name="*")] = None
         if config.json is not None:
             write_atomically(config.json, verification.json())
         return 0 if verification.ok else 1
+
+
+oracle = App(
+    name="oracle",
+    help="Judge any GPT backward pass, tensor by tensor, against a reference.",
+    default_parameter=Parameter(negative=()),
+)
+app.command(oracle)
+
+
+@oracle.command
+def export(*, config: Annotated[ExportConfig, Parameter(name="*")]) -> int:
+    """Write a reference: inputs, every value and gradient of one pass, and their tolerances.
+
+    Example: gpt-parity oracle export --weights mine.npz --tokens batch.npz -o reference
+    """
+    with thread_limit(1, "numpy"):
+        from gpt_parity.arrays import require_free
+        from gpt_parity.oracle.bundle import save_bundle
+        from gpt_parity.oracle.export import export as run
+
+        require_free(config.out, config.overwrite)
+        bundle = run(config)
+        save_bundle(config.out, bundle, overwrite=config.overwrite)
+        PipeConsole().print(
+            bundle.summary(config.out), highlight=False, markup=False, soft_wrap=True
+        )
+        return 0
+
+
+@oracle.command
+def check(mine: Path, /, *, config: Annotated[CheckConfig, Parameter(name="*")]) -> int:
+    """Judge results against a reference: exit 0 if all agree, 1 if any differs.
+
+    Example: gpt-parity oracle check mine.npz --ref reference
+
+    Parameters
+    ----------
+    mine
+        Your arrays by the bundle's names, any part of them: safetensors, npz, or a folder of npy.
+    """
+    with thread_limit(1, "numpy"):
+        from gpt_parity.oracle.check import check_file, report_json
+
+        report = check_file(mine, config)
+        text = report_json(report) if config.json else str(report)
+        PipeConsole().print(text, highlight=False, markup=False, soft_wrap=True)
+        return 0 if report.ok else 1
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Any, Literal
+
+from cyclopts import Parameter
 
 from gpt_parity.schedule import require_integer, require_real
 
@@ -226,6 +228,118 @@ class VerifyConfig:
             raise ValueError(f"json is {self.json}, a file in a folder that exists is needed")
         if require_integer("seed", self.seed, 0) >= 2**32:
             raise ValueError(f"seed is {self.seed}, less than 2**32 is needed")
+
+
+@dataclass(frozen=True)
+class Preset:
+    """Sizes of a reference model and of its one batch."""
+
+    model: GPTConfig
+    batch_size: int
+    length: int
+
+
+PRESETS: dict[str, Preset] = {
+    # Sizes that all differ, so that no wrong axis fits; shorter than the context.
+    "tiny": Preset(GPTConfig(11, 6, 7, 2), batch_size=3, length=5),
+    "source": Preset(GPTConfig(65, 32, 64, 2), batch_size=4, length=32),
+    "wide": Preset(GPTConfig(65, 32, 256, 1), batch_size=2, length=32),
+    "deep": Preset(GPTConfig(65, 16, 32, 6), batch_size=4, length=16),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportConfig:
+    """Which reference to write: your own weights and batch, a preset, or sizes of your choice.
+
+    Raises ValueError for values out of range, TypeError for values of another type.
+    """
+
+    out: Annotated[Path, Parameter(name=["--out", "-o"])]
+    """Where to write: FILE.safetensors, FILE.npz, or else a new folder of npy files."""
+    weights: Path | None = None
+    """Your weights by name: a checkpoint, safetensors, npz, or a folder of npy files."""
+    tokens: Path | None = None
+    """Your token ids: an npy file of integers (B, T), or a file that holds an array "tokens"."""
+    targets: Path | None = None
+    """Your target ids, likewise; "targets" of the tokens' file by default."""
+    preset: Literal["tiny", "source", "wide", "deep"] = "source"
+    """Sizes for weights that are drawn: tiny, source (the text's), wide or deep."""
+    vocab_size: int | None = None
+    """V in place of the preset's."""
+    context_size: int | None = None
+    """C in place of the preset's."""
+    embedding_size: int | None = None
+    """E in place of the preset's."""
+    blocks: int | None = None
+    """Number of blocks in place of the preset's."""
+    batch_size: int | None = None
+    """B in place of the preset's."""
+    length: int | None = None
+    """T in place of the preset's, at most C."""
+    init: Literal["order-one", "training"] = "order-one"
+    """Weights that are drawn: of order one (small ones hide mistakes), or as training starts."""
+    seed: int = 0
+    """Seed of weights and tokens that are drawn."""
+    dtype: Dtype = "float64"
+    """Precision of the arrays; float32 rounds your weights and judges float32 only."""
+    steps: int = 0
+    """Also this many AdamW steps on the batch."""
+    learning_rate: float = 1e-3
+    """Learning rate of these steps."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """Decay rates of the two moments."""
+    eps: float = 1e-8
+    """Added to the denominator of AdamW."""
+    weight_decay: float = 0.01
+    """Decoupled weight decay of parameters with two or more axes."""
+    max_norm: float = 1.0
+    """Largest gradient norm, longer gradients are scaled down to it; inf never scales."""
+    overwrite: bool = False
+    """Replace the folder that is there."""
+
+    def __post_init__(self) -> None:
+        require_choices(self)
+        if self.preset not in PRESETS:
+            raise ValueError(f"preset is {self.preset!r}, one of {tuple(PRESETS)} is needed")
+        if self.init not in ("order-one", "training"):
+            raise ValueError(f"init is {self.init!r}, order-one or training is needed")
+        for name in ("vocab_size", "context_size", "embedding_size", "blocks", "batch_size",
+                     "length"):  # fmt: skip
+            if getattr(self, name) is not None:
+                require_integer(name, getattr(self, name), 1)
+        require_integer("steps", self.steps, 0)
+        if require_integer("seed", self.seed, 0) >= 2**32:
+            raise ValueError(f"seed is {self.seed}, less than 2**32 is needed")
+        # The same ranges as in training.
+        TrainConfig(min_learning_rate=self.learning_rate, **self.optimizer)
+
+    @property
+    def optimizer(self) -> dict[str, Any]:
+        """The hyperparameters of the steps."""
+        return {name: getattr(self, name) for name in HYPERPARAMETERS}
+
+
+HYPERPARAMETERS = ("learning_rate", "betas", "eps", "weight_decay", "max_norm")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckConfig:
+    """What to judge by which reference.
+
+    Raises ValueError for values out of range, TypeError for values of another type.
+    """
+
+    ref: Path
+    """Bundle that `oracle export` wrote."""
+    dtype: Literal["float64", "float32", "tf32", "bfloat16", "float16"] | None = None
+    """Arithmetic that your results come from; by default that of your arrays."""
+    map: Path | None = None
+    """TOML file of lines  "your name" = "name in the bundle"."""
+    only: str | None = None
+    """Judge only what matches this pattern, such as "grad/*bias"."""
+    json: bool = False
+    """Print the report as JSON."""
 
 
 def require_choices(config: object) -> None:

@@ -18,9 +18,12 @@ OURS = {"numpy_impl", "torch_impl", "gpt_parity", "parity_tests", "scripts"}
 ALLOWED = {
     "numpy_impl": {"numpy_impl", "numpy"},
     "torch_impl": {"torch_impl", "numpy", "torch"},
-    # PyTorch inside functions only, as the test below shows.
-    "gpt_parity": {"gpt_parity", "numpy_impl", "numpy", "safetensors", "rich", "cyclopts", "torch"},
-}
+    # PyTorch inside functions only, as the test below shows; Hypothesis in `oracle/*examples.py`.
+    "gpt_parity": {
+        "gpt_parity", "numpy_impl", "numpy", "safetensors", "rich", "cyclopts", "torch",
+        "hypothesis", "pytest",
+    },
+}  # fmt: skip
 
 
 def imports(path: Path) -> set[str]:
@@ -67,7 +70,7 @@ import sys
 import numpy
 before = set(sys.modules)
 import gpt_parity, numpy_impl
-heavy = {"torch", "rich", "cyclopts", "safetensors", "multiprocessing", "hypothesis", "matplotlib"}
+heavy = {"torch", "rich", "cyclopts", "safetensors", "multiprocessing", "hypothesis", "pytest", "matplotlib"}
 assert not heavy & (set(sys.modules) - before), heavy & set(sys.modules)
 """
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)

@@ -8,7 +8,9 @@ different from zero is an error, as is a comparison of an array with itself.
 
 from __future__ import annotations
 
+import html
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,6 +19,7 @@ from gpt_parity.oracle.tolerance import Tolerance, Tolerances, norms
 from gpt_parity.oracle.trace import Trace
 
 LOSS, FORWARD, GRADIENT, PARAMETER = "loss", "forward", "gradient", "parameter gradient"
+LONGEST = 25  # lines of a printed report
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,11 @@ class Judgement:
     def ok(self) -> bool:
         return self.ratio <= 1.0
 
+    def describe(self) -> str:
+        """How far out it is, in words."""
+        row = f" in row {self.row}" if self.row is not None else ""
+        return self.reason or (f"{self.ratio:.3g} tolerances{row}, relative error {self.error:.2g}")
+
 
 def compare(
     name: str, kind: str, candidate: np.ndarray, reference: np.ndarray, tolerance: Tolerance,
@@ -66,12 +74,12 @@ def compare(
         if not np.array_equal(candidate[~kept], _representable(reference[~kept], dtype)):
             return fails("masked positions differ")
         candidate, reference = np.where(kept, candidate, 0.0), np.where(kept, reference, 0.0)
+    if not np.isfinite(candidate).all():
+        return fails("not finite")
     if math.isinf(tolerance.whole):
         return Judgement(name, kind, 0.0, math.nan, judged=False)
     if not np.isfinite(reference).all():
         raise ValueError(f"{name}: the reference is not finite, needed a point that can be judged")
-    if not np.isfinite(candidate).all():
-        return fails("not finite")
     difference = candidate.astype(np.float64) - reference
     error, errors = norms(difference)
     norm, _ = norms(reference)
@@ -102,9 +110,18 @@ def _ratio(error: np.ndarray | float, tolerance: np.ndarray | float) -> np.ndarr
 
 @dataclass(frozen=True)
 class Report:
-    """Judgements in the order: loss, forward values, their gradients, parameter gradients."""
+    """Judgements in the order in which a mistake would show first.
+
+    That is forward values in topological order, the loss, their gradients in reverse, those of
+    parameters in reverse, then whatever else there is.
+    `hints` are explanations that were verified, `notes` are further lines for the reader.
+    Printed, it has at most 25 lines. Raises ValueError where nothing is judged.
+    """
 
     judgements: list[Judgement]
+    hints: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    title: str = ""
 
     def __post_init__(self) -> None:
         if all(j.exact_zero or not j.judged for j in self.judgements):
@@ -125,17 +142,48 @@ class Report:
         return all(j.judged for j in self.judgements)
 
     @property
-    def exact_zeros(self) -> int:
-        return sum(j.exact_zero for j in self.judgements)
-
-    @property
     def first(self) -> Judgement | None:
-        """The first divergence: forward in topological order, else backward in reverse order."""
-        for kind, reverse in ((FORWARD, False), (LOSS, False), (GRADIENT, True), (PARAMETER, True)):
-            found = [j for j in self.judgements if j.kind == kind and not j.ok]
-            if found:
-                return found[-1] if reverse else found[0]
-        return None
+        """The first divergence, in the order of the judgements."""
+        return next((j for j in self.judgements if not j.ok), None)
+
+    def verdict(self) -> str:
+        """One sentence."""
+        judged = sum(j.judged for j in self.judgements)
+        count = str(judged) if self.complete else f"{judged} of {len(self.judgements)}"
+        tensors = f"{count} tensor{'s' if len(self.judgements) != 1 else ''}"
+        if self.ok:
+            return (
+                f"PASS: {tensors} {'' if self.complete else 'could be judged and '}agree, worst "
+                + (f"{self.worst.ratio:.3f} of tolerance ({self.worst.name})")
+            )
+        wrong = sum(not j.ok for j in self.judgements)
+        return f"FAIL: {wrong} of {len(self.judgements)} tensors out of tolerance"
+
+    def lines(self) -> Iterator[str]:
+        """What is printed: verdict, first divergence, hints, notes."""
+        yield f"{self.title}: {self.verdict()}" if self.title else self.verdict()
+        if self.first is not None:
+            yield f"first: {self.first.name}, {self.first.describe()}"
+        yield from (f"hint: {hint}" for hint in self.hints)
+        yield from self.notes
+
+    def __str__(self) -> str:
+        lines = list(self.lines())
+        if len(lines) > LONGEST:
+            lines[LONGEST - 1 :] = [f"... and {len(lines) - LONGEST + 1} more lines"]
+        return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        rows = "".join(
+            f"<tr><td>{html.escape(j.name)}</td><td>{j.ratio:.3g}</td>"
+            f"<td>{j.error:.2g}</td><td>{'agrees' if j.ok else 'differs'}</td></tr>"
+            for j in self.judgements
+        )
+        return (
+            f"<pre>{html.escape(str(self))}</pre><details><summary>all tensors</summary><table>"
+            "<tr><th>tensor</th><th>error / tolerance</th><th>relative error</th><th></th></tr>"
+            f"{rows}</table></details>"
+        )
 
 
 def compare_traces(
@@ -145,9 +193,7 @@ def compare_traces(
 
     Raises ValueError where the candidate lacks a tensor or has one too many.
     """
-    judgements = [
-        compare(LOSS, LOSS, candidate.loss, reference.loss, tolerances.loss, dtype),
-    ]
+    judgements = []
     for kind, part in ((FORWARD, "values"), (GRADIENT, "gradients"), (PARAMETER, "parameters")):
         mine, theirs, allowed = (getattr(x, part) for x in (candidate, reference, tolerances))
         if list(mine) != list(theirs):
@@ -155,6 +201,9 @@ def compare_traces(
         judgements += [
             compare(name, kind, mine[name], theirs[name], allowed[name], dtype,
                     reference.kept.get(name) if kind == FORWARD else None)
-            for name in theirs
+            for name in (theirs if kind == FORWARD else reversed(theirs))
         ]  # fmt: skip
+        if kind == FORWARD:
+            loss = compare(LOSS, LOSS, candidate.loss, reference.loss, tolerances.loss, dtype)
+            judgements.append(loss)
     return Report(judgements)

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from gpt_parity.config import GPTConfig, VerifyConfig
 from gpt_parity.corpus import Corpus
-from gpt_parity.oracle.compare import FORWARD, GRADIENT, LOSS, Judgement, Report
+from gpt_parity.oracle.compare import FORWARD, GRADIENT, LOSS, PARAMETER, Judgement, Report
 from gpt_parity.oracle.complex_step import Vote
 from gpt_parity.oracle.lockstep import QUANTITIES, Outcome
 from gpt_parity.oracle.slips import VISIBLE, Sighting
@@ -86,7 +86,7 @@ class Verification:
             if report.first is not None:
                 return (
                     f"FAIL: {backend} {dtype} first leaves the tolerance at {report.first.kind} "
-                    f"{report.first.name}, {_describe(report.first)}. {self.meaning()}"
+                    f"{report.first.name}, {report.first.describe()}. {self.meaning()}"
                 ).rstrip()
         for (backend, dtype), report in self.reports.items():
             if not report.complete:
@@ -99,7 +99,7 @@ class Verification:
         if worst.ok:
             return f"FAIL: {self.meaning()}."
         return (
-            f"FAIL: training leaves the tolerance in {worst.kind} {worst.name}, {_describe(worst)}."
+            f"FAIL: training leaves the tolerance in {worst.kind} {worst.name}, {worst.describe()}."
         )
 
     def print_pass(self, console: Console) -> None:
@@ -157,13 +157,14 @@ class Verification:
             )
 
         dtypes = ("float64", "float32")
-        for j in self.reports["torch", "float64"].judgements:
-            if j.kind == LOSS:
-                table.add_row(j.name, *(ratio(d, LOSS, j.name) for d in dtypes))
-            elif j.kind != FORWARD:  # a trace entry's value and gradient share a line
-                values = [ratio(d, FORWARD, j.name) if j.kind == GRADIENT else "" for d in dtypes]
-                gradients = [ratio(d, j.kind, j.name) for d in dtypes]
-                table.add_row(j.name, *values, *gradients, _cell(votes[j.kind, j.name]))
+        judgements = self.reports["torch", "float64"].judgements
+        for kind in (LOSS, GRADIENT, PARAMETER):  # a trace entry's value and gradient share a line
+            for j in reversed([j for j in judgements if j.kind == kind]):
+                forward = FORWARD if kind == GRADIENT else kind
+                values = [ratio(d, forward, j.name) if kind != PARAMETER else "" for d in dtypes]
+                gradients = [ratio(d, kind, j.name) if kind != LOSS else "" for d in dtypes]
+                vote = _cell(votes[kind, j.name]) if kind != LOSS else ""
+                table.add_row(j.name, *values, *gradients, vote)
         return table
 
     def _training_table(self) -> Table:
@@ -227,8 +228,3 @@ def _finite(value: Any) -> Any:
 def _cell(ratio: float) -> str:
     text = f"{ratio:.3f}" if ratio < 10.0 else f"{ratio:.2g}"
     return text if ratio <= 1.0 else f"[red]{text}[/red]"
-
-
-def _describe(j: Judgement) -> str:
-    row = f" in row {j.row}" if j.row is not None else ""
-    return j.reason or f"{j.ratio:.3g} tolerances{row}, relative error {j.error:.2g}"

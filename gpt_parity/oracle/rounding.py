@@ -43,16 +43,41 @@ Arrays = tuple[np.ndarray, ...]
 
 @dataclass(frozen=True)
 class Unit:
-    """A floating-point format: unit roundoff u and the smallest normal number eta."""
+    """A floating-point format: unit roundoff u and underflow unit eta.
+
+    eta is the smallest normal number, so that formats may flush to zero; of float16, whose normal
+    numbers end early, it is half the smallest subnormal one. Formats that are only `stored` are
+    computed with in float32, and rounded once at the end; tf32 is the format of the operands of
+    matrix products alone.
+    """
 
     name: str
     u: float
     eta: float
+    stored: bool = False
+
+    @property
+    def digits(self) -> int:
+        """Bits of the significand, the leading one counted: u = 2^-digits."""
+        return -round(math.log2(self.u))
 
 
 FLOAT32 = Unit("float32", 2.0**-24, 2.0**-126)
 FLOAT64 = Unit("float64", 2.0**-53, 2.0**-1022)
-UNITS = {unit.name: unit for unit in (FLOAT32, FLOAT64)}
+TF32 = Unit("tf32", 2.0**-11, 2.0**-126, stored=True)
+BFLOAT16 = Unit("bfloat16", 2.0**-8, 2.0**-126, stored=True)
+FLOAT16 = Unit("float16", 2.0**-11, 2.0**-25, stored=True)
+UNITS = {unit.name: unit for unit in (FLOAT32, FLOAT64, TF32, BFLOAT16, FLOAT16)}
+
+
+def rounded(x: np.ndarray, unit: Unit) -> np.ndarray:
+    """x rounded to nearest, ties to even, in the format of `unit`; float64 holds the result."""
+    x = np.asarray(x, dtype=np.float64)
+    if unit is FLOAT16:
+        with np.errstate(over="ignore"):
+            return x.astype(np.float16).astype(np.float64)
+    significand, exponent = np.frexp(x)
+    return np.ldexp(np.rint(np.ldexp(significand, unit.digits)), exponent - unit.digits)
 
 
 @dataclass(frozen=True)
@@ -275,6 +300,28 @@ def row(op: str) -> Row:
     return TABLE[op]
 
 
+def _stored(op: str, m: np.ndarray | None, c: Call) -> np.ndarray | None:
+    """The magnitude, in units of c.unit, of float32 arithmetic on numbers of a coarser format.
+
+    Operands of products are rounded, weights among them; their errors average out over the length
+    K of the sum, to m / K. All but tf32 round every result as well, and tables that are looked up.
+    """
+    whole = c.unit is not TF32
+    if m is None:
+        return np.abs(c.out) if whole and op == "embedding" and c.i < 0 else None
+    return m * (FLOAT32.u / c.unit.u) + (np.abs(c.out) if whole else 0.0) + _operands(op, m, c)
+
+
+def _operands(op: str, m: np.ndarray, c: Call) -> np.ndarray | float:
+    if op not in ("matmul", "linear") or c.i == 2:  # a bias is added in float32
+        return 0.0
+    if c.i == 1:
+        return m / (
+            c.upstream.size // c.upstream.shape[-1] if op == "linear" else c.data[0].shape[-2]
+        )
+    return m / (c.data[0].shape[-1] if c.i < 0 else c.upstream.shape[-1])
+
+
 def bound(m: np.ndarray | None, unit: Unit) -> np.ndarray | float:
     """A priori bound of |computed - exact|, per element: 8 (u m + eta), 0 where m is 0."""
     if m is None:
@@ -301,15 +348,19 @@ class MonteCarloArithmetic(Observer):
 
     def forward(self, op: str, out: Any, parents: tuple[Any, ...]) -> np.ndarray | None:
         data = tuple(p.data for p in parents)
-        m = row(op).forward(Call(data, out.data, self.unit, out.attributes))
-        return self.perturbed(out.data, m)
+        call = Call(data, out.data, self.unit, out.attributes)
+        return self.perturbed(out.data, self._magnitude(op, row(op).forward(call), call))
 
     def backward(
         self, op: str, i: int, grad: np.ndarray, upstream: Any, parents: tuple[Any, ...]
     ) -> np.ndarray | None:
         data, found = tuple(p.data for p in parents), row(op)
-        m = found.backward(Call(data, grad, self.unit, {}, upstream, i))
+        call = Call(data, grad, self.unit, {}, upstream, i)
+        m = self._magnitude(op, found.backward(call), call)
         return self.perturbed(grad, m, data[i] if found.derivative else None)
+
+    def _magnitude(self, op: str, m: np.ndarray | None, call: Call) -> np.ndarray | None:
+        return _stored(op, m, call) if self.unit.stored else m
 
     def perturbed(
         self, result: np.ndarray, m: np.ndarray | None, operand: np.ndarray | None = None

@@ -1,0 +1,404 @@
+"""Reference bundles: everything that one pass of the reference computed, and what may differ.
+
+A bundle holds arrays by key, in the order in which they are judged:
+
+- `tokens`, `targets`, `weight/<parameter>`: what goes in;
+- `value/<entry>` in topological order, `loss`, `grad/<entry>` in reverse, `grad/<parameter>`;
+- `step/<k>/loss`, `/grad_norm`, `/exp_avg/<parameter>`, `/exp_avg_sq/<parameter>` and
+  `/weight/<parameter>` after the k-th optimizer step on the same batch;
+- `tolerance/<dtype>/<key>`: the allowed 2-norm of the error of each row of the last axis.
+
+The manifest holds the allowed error of each whole tensor (null: not judged), how closely
+closure, autograd and complex step agree, the configuration, and where all of it came from.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from gpt_parity.arrays import read_arrays, write_arrays
+from gpt_parity.backends import MissingBackendError, build_model, load_backend, thread_limit
+from gpt_parity.config import HYPERPARAMETERS, GPTConfig, TrainConfig
+from gpt_parity.oracle.compare import FORWARD, GRADIENT, LOSS, PARAMETER
+from gpt_parity.oracle.complex_step import complex_step_votes
+from gpt_parity.oracle.graph import GRAD, LOSS_KEY, VALUE
+from gpt_parity.oracle.lockstep import Runner, Setting, State, noisy_step, step_tolerances
+from gpt_parity.oracle.rounding import FLOAT32, FLOAT64, MonteCarloArithmetic, Unit
+from gpt_parity.oracle.tolerance import Tolerance, Tolerances, model_tolerances, noisy_runs
+from gpt_parity.oracle.trace import Trace, trace
+from gpt_parity.schedule import require_integer
+from gpt_parity.weights import check_arrays, set_weights
+
+FORMAT = "gpt-parity bundle"
+FORMAT_VERSION = 1
+STEP = "step"
+WEIGHT, TOLERANCE = "weight/", "tolerance/"
+KINDS = {
+    "config": dict, "steps": int, "optimizer": dict, "keys": list, "tolerances": dict,
+    "votes": dict, "aliases": dict, "provenance": dict,
+}  # fmt: skip
+# The names of a step's quantities in lockstep training, and in bundles.
+STEP_KEYS = {"loss": "loss", "gradient norm": "grad_norm", "weights": "weight"}
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """A reference: `arrays` by key in the order in which they are judged, float64 or float32.
+
+    `tolerances` are by dtype and key; `votes` by key of a gradient, the disagreement of closure
+    and autograd (None without PyTorch) with complex step in units of what is allowed; `aliases`
+    are other names of entries.
+    """
+
+    config: GPTConfig
+    tokens: np.ndarray
+    targets: np.ndarray
+    weights: dict[str, np.ndarray] = field(repr=False)
+    arrays: dict[str, np.ndarray] = field(repr=False)
+    tolerances: dict[str, dict[str, Tolerance]] = field(repr=False)
+    votes: dict[str, dict[str, float | None]] = field(default_factory=dict, repr=False)
+    optimizer: dict[str, Any] = field(default_factory=dict)
+    aliases: dict[str, str] = field(default_factory=dict, repr=False)
+    steps: int = 0
+    provenance: dict[str, Any] = field(default_factory=dict, repr=False)
+
+    @property
+    def values(self) -> dict[str, np.ndarray]:
+        """Trace entries by name."""
+        return {k.removeprefix(VALUE): a for k, a in self.arrays.items() if k.startswith(VALUE)}
+
+    @property
+    def gradients(self) -> dict[str, np.ndarray]:
+        """Gradients of the trace entries by name."""
+        return {n: self.arrays[GRAD + n] for n in self.values}
+
+    @property
+    def parameters(self) -> dict[str, np.ndarray]:
+        """Gradients of the parameters by name."""
+        return {n: self.arrays[GRAD + n] for n in self.weights}
+
+    def kind(self, key: str) -> str:
+        """Which part of the pass a key belongs to."""
+        if key.startswith(VALUE):
+            return FORWARD
+        if key.startswith(GRAD):
+            return PARAMETER if key.removeprefix(GRAD) in self.weights else GRADIENT
+        return LOSS if key == LOSS_KEY else STEP
+
+    def kept(self, key: str) -> np.ndarray | None:
+        """Where a masked tensor holds scores; None for others."""
+        if not (key.startswith(VALUE) and key.endswith("mask.output")):
+            return None
+        shape = self.arrays[key].shape
+        return np.broadcast_to(np.tri(*shape[-2:], dtype=bool), shape)
+
+    def reference(self, key: str, dtype: str = "float64") -> tuple[np.ndarray, Tolerance]:
+        """The array of a key and its tolerance; ValueError for a key or dtype it has not."""
+        tolerances = self.tolerances.get(dtype)
+        if tolerances is None:
+            raise ValueError(f"bundle: holds {list(self.tolerances)}, not tolerances for {dtype}")
+        if key not in self.arrays:
+            raise ValueError(f"bundle: holds no {key}")
+        return self.arrays[key].astype(np.float64), tolerances[key]
+
+    def summary(self, path: Path) -> str:
+        """What was written where, what cannot be judged, and whether the references agree."""
+        sizes, (batch, length) = self.config, self.tokens.shape
+        steps = f" and {self.steps} steps" if self.steps else ""
+        lines = [
+            f"{path}: {len(self.arrays)} tensors of one pass{steps}, V={sizes.vocab_size} "
+            f"C={sizes.context_size} E={sizes.embedding_size} blocks={sizes.blocks} B={batch} "
+            f"T={length}, judges {' and '.join(self.tolerances)}"
+        ]
+        for dtype, tolerances in self.tolerances.items():
+            endless = [key for key, t in tolerances.items() if math.isinf(t.whole)]
+            if endless:
+                lines.append(
+                    f"not judged in {dtype}: {len(endless)} tensors, {endless[0]} and on; rounding "
+                    "alone may choose the winner of a softmax"
+                )
+        return "\n".join([*lines, self._vote_line()])
+
+    def _vote_line(self) -> str:
+        if not self.votes:
+            return "vote: none, no derivative is well defined at this point"
+        legs = {
+            leg for vote in self.votes.values() for leg, ratio in vote.items() if ratio is not None
+        }
+        names = ", ".join(leg for leg in ("closure", "torch") if leg in legs)
+        worst = {key: max(vote[leg] for leg in legs) for key, vote in self.votes.items()}
+        split = [key for key, ratio in worst.items() if ratio > 1.0]
+        if split:
+            return (
+                f"vote: {names} and complex step SPLIT in {len(split)} gradients, {split[0]} first"
+            )
+        absent = "" if "torch" in legs else "; PyTorch is not installed and has no vote"
+        return (
+            f"vote: {names} and complex step agree in {len(worst)} gradients, worst "
+            f"{max(worst.values()):.3f} of what is allowed{absent}"
+        )
+
+    def model(self, dtype: str = "float64") -> Any:
+        """The NumPy twin with the weights of the bundle."""
+        model = build_model("numpy", self.config, dtype=dtype)
+        set_weights(model, {n: w.astype(dtype) for n, w in self.weights.items()})
+        return model
+
+    def setting(self, steps: int) -> Setting:
+        """Training on the one batch of the bundle, from its weights."""
+        recipe = TrainConfig(**self.optimizer, min_learning_rate=self.optimizer["learning_rate"])
+        batch = (self.tokens, self.targets)
+        weights = {n: w.astype(np.float64) for n, w in self.weights.items()}
+        rates = [recipe.learning_rate] * steps
+        return Setting(self.config, recipe, weights, [batch] * steps, rates)
+
+
+def make_bundle(
+    config: GPTConfig, weights: Mapping[str, np.ndarray], tokens: np.ndarray, targets: np.ndarray,
+    *, dtype: str = "float64", steps: int = 0, optimizer: Mapping[str, Any] | None = None,
+    provenance: Mapping[str, Any] | None = None, votes: bool = True,
+) -> Bundle:  # fmt: skip
+    """Run the reference and measure what its results may be off by.
+
+    Computed in float64 always; `dtype` is that of the arrays, weights included. Weights that
+    float32 does not hold can only be judged in float64. `votes`: ask complex step, and PyTorch
+    where it is installed, for every gradient. Raises ValueError for arrays that do not fit.
+    """
+    checked = check_arrays("weights", weights, config.parameter_shapes())
+    weights = {n: w.astype(dtype).astype(np.float64) for n, w in checked.items()}
+    if dtype == "float32" or all((w == w.astype(np.float32)).all() for w in weights.values()):
+        units = [FLOAT32] if dtype == "float32" else [FLOAT64, FLOAT32]
+    else:
+        units = [FLOAT64]
+    hyperparameters = {**_default_optimizer(), **(optimizer or {})}
+    bundle = Bundle(
+        config, np.asarray(tokens, np.int64), np.asarray(targets, np.int64), weights, {}, {},
+        optimizer=hyperparameters, steps=require_integer("steps", steps, 0),
+        provenance=dict(provenance or {}),
+    )  # fmt: skip
+    loss_fn = load_backend("numpy").GPTLoss()
+    clean = trace(bundle.model(), loss_fn, bundle.tokens, bundle.targets)
+    bundle.aliases.update(clean.aliases)
+    bundle.arrays.update(pass_arrays(clean))
+    bundle.arrays.update(_step_arrays(_training(bundle)))
+    for unit in units:
+        bundle.tolerances[unit.name] = measured(bundle, unit)
+    if votes:
+        bundle.votes.update(_votes(bundle, clean))
+    if dtype != "float64":
+        for arrays in (bundle.arrays, bundle.weights):
+            arrays.update({key: a.astype(dtype) for key, a in arrays.items()})
+    return bundle
+
+
+def _default_optimizer() -> dict[str, Any]:
+    return {name: getattr(TrainConfig(), name) for name in HYPERPARAMETERS}
+
+
+def measured(bundle: Bundle, unit: Unit) -> dict[str, Tolerance]:
+    """The tolerance of every key for a candidate that rounds as `unit` does."""
+    tolerances = _pass_tolerances(_tolerances(bundle, unit))
+    return tolerances | (_step_tolerances(bundle, unit) if bundle.steps else {})
+
+
+def _tolerances(bundle: Bundle, unit: Unit) -> Tolerances:
+    loss_fn = load_backend("numpy").GPTLoss()
+    return model_tolerances(bundle.model(), loss_fn, bundle.tokens, bundle.targets, unit)[1]
+
+
+def pass_arrays(clean: Trace) -> dict[str, np.ndarray]:
+    return {
+        **{VALUE + n: a for n, a in clean.values.items()},
+        LOSS_KEY: clean.loss,
+        **{GRAD + n: clean.gradients[n] for n in reversed(clean.gradients)},
+        **{GRAD + n: clean.parameters[n] for n in reversed(clean.parameters)},
+    }
+
+
+def _pass_tolerances(found: Tolerances) -> dict[str, Tolerance]:
+    return {
+        **{VALUE + n: t for n, t in found.values.items()},
+        LOSS_KEY: found.loss,
+        **{GRAD + n: t for n, t in (found.gradients | found.parameters).items()},
+    }
+
+
+def _training(bundle: Bundle) -> list[State]:
+    """The state after each step of the NumPy twin in float64."""
+    setting = bundle.setting(bundle.steps)
+    runner = Runner("numpy", "float64", setting)
+    return [
+        runner.state(runner.step(batch, rate))
+        for batch, rate in zip(setting.batches, setting.rates, strict=True)
+    ]
+
+
+def _step_arrays(states: list[State]) -> dict[str, np.ndarray]:
+    return {
+        f"{STEP}/{k}/{step_key(name)}": array
+        for k, state in enumerate(states, start=1)
+        for name, array in state.items() if name != "learning rate"
+    }  # fmt: skip
+
+
+def step_key(name: str) -> str:
+    """The bundle's name, without "step/<k>/", of a quantity of lockstep training."""
+    quantity, _, parameter = (name, "", "") if name in STEP_KEYS else name.partition(" ")
+    quantity = STEP_KEYS.get(quantity, quantity)
+    return f"{quantity}/{parameter}" if parameter else quantity
+
+
+def _step_tolerances(bundle: Bundle, unit: Unit) -> dict[str, Tolerance]:
+    """Training freely with every result perturbed, as a candidate trains freely."""
+    setting = bundle.setting(bundle.steps)
+
+    def training(noise: MonteCarloArithmetic) -> list[State]:
+        runner = Runner("numpy", "float64", setting)
+        return [
+            noisy_step(runner, batch, rate, noise)
+            for batch, rate in zip(setting.batches, setting.rates, strict=True)
+        ]
+
+    noisy = noisy_runs(training, unit, 1)
+    tolerances = {}
+    for k, clean in enumerate(_training(bundle)):
+        found = step_tolerances(clean, [states[k] for states in noisy], unit)
+        tolerances |= {
+            f"{STEP}/{k + 1}/{step_key(name)}": t
+            for name, t in found.items() if name != "learning rate"
+        }  # fmt: skip
+    return tolerances
+
+
+def _votes(bundle: Bundle, clean: Trace) -> dict[str, dict[str, float | None]]:
+    """Closure and autograd, each against complex step, by key of the gradient."""
+    tolerances = _tolerances(bundle, FLOAT64)
+    if tolerances.undecided:
+        return {}
+    try:
+        torch_impl = load_backend("torch")
+    except MissingBackendError:
+        autograd = None
+    else:
+        with thread_limit(1, "torch"):
+            model = build_model("torch", bundle.config, dtype="float64")
+            set_weights(model, bundle.weights)
+            autograd = trace(model, torch_impl.GPTLoss(), bundle.tokens, bundle.targets)
+    votes = complex_step_votes(
+        bundle.model("complex128"), load_backend("numpy").GPTLoss(), bundle.tokens,
+        bundle.targets, clean, autograd or clean, tolerances,
+    )  # fmt: skip
+
+    def finite(ratio: float) -> float:
+        return min(ratio, sys.float_info.max)  # as JSON can hold it
+
+    return {
+        GRAD + v.name: {"closure": finite(v.closure),
+                        "torch": finite(v.autograd) if autograd else None}
+        for v in votes
+    }  # fmt: skip
+
+
+def save_bundle(path: Path, bundle: Bundle, *, overwrite: bool = False) -> None:
+    """Write a bundle in the form that the ending of `path` says; see `gpt_parity.arrays`.
+
+    The same bundle gives the same bytes. Raises OSError that names `path`.
+    """
+    arrays = {"tokens": bundle.tokens, "targets": bundle.targets}
+    arrays |= {WEIGHT + n: w for n, w in bundle.weights.items()}
+    arrays |= bundle.arrays
+    whole: dict[str, dict[str, float | None]] = {}
+    for dtype, tolerances in bundle.tolerances.items():
+        judged = {k: t for k, t in tolerances.items() if math.isfinite(t.whole)}
+        whole[dtype] = {k: t.whole if k in judged else None for k, t in tolerances.items()}
+        arrays |= {f"{TOLERANCE}{dtype}/{k}": t.rows for k, t in judged.items() if t.rows.ndim}
+    manifest = {
+        "format": FORMAT,
+        "version": FORMAT_VERSION,
+        "config": asdict(bundle.config),
+        "steps": bundle.steps,
+        "optimizer": bundle.optimizer,
+        "keys": list(bundle.arrays),
+        "tolerances": whole,
+        "votes": bundle.votes,
+        "aliases": bundle.aliases,
+        "provenance": bundle.provenance,
+    }
+    text = json.dumps(manifest, indent=1, allow_nan=False) + "\n"
+    write_arrays(Path(path), arrays, text, overwrite=overwrite)
+
+
+def load_bundle(path: Path) -> Bundle:
+    """Read a bundle in any of its forms; ValueError of one line for anything else."""
+    arrays, text = read_arrays(Path(path))
+    try:
+        return _from_arrays(_manifest(text), arrays)
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        missing = isinstance(error, KeyError)
+        reason = f"lacks {error.args[0]}, a whole bundle is needed" if missing else error
+        raise ValueError(f"{path}: {reason}") from error
+
+
+def _manifest(text: str | None) -> dict[str, Any]:
+    if text is None:
+        raise ValueError("has no manifest, a bundle of `gpt-parity oracle export` is needed")
+    try:
+        manifest = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"manifest is not JSON ({error})") from error
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+        raise ValueError(f"manifest is of another kind of file, {FORMAT!r} is needed")
+    version = require_integer("format version", manifest.get("version"), 1)
+    if version > FORMAT_VERSION:
+        raise ValueError(
+            f"format version is {version}, at most {FORMAT_VERSION} can be read; "
+            "a newer gpt-parity is needed"
+        )
+    for key, kind in KINDS.items():
+        if not isinstance(manifest.get(key), kind):
+            raise ValueError(f"manifest: {key} is {manifest.get(key)!r}, {kind.__name__} is needed")
+    for key, vote in manifest["votes"].items():
+        known = isinstance(vote, dict) and set(vote) == {"closure", "torch"}
+        if not known or not all(v is None or isinstance(v, int | float) for v in vote.values()):
+            raise ValueError(f"manifest: the vote on {key} is {vote!r}")
+    return manifest
+
+
+def _from_arrays(manifest: dict[str, Any], arrays: dict[str, np.ndarray]) -> Bundle:
+    config = GPTConfig(**manifest["config"])
+    weights = {n: arrays[WEIGHT + n] for n in config.parameter_shapes()}
+    weights = check_arrays("bundle", weights, config.parameter_shapes())
+    found = {key: arrays[key] for key in manifest["keys"]}
+    tolerances = {
+        dtype: {k: _tolerance(found[k], w, arrays, f"{TOLERANCE}{dtype}/{k}")
+                for k, w in whole.items()}
+        for dtype, whole in manifest["tolerances"].items()
+    }  # fmt: skip
+    for dtype, known in tolerances.items():
+        if list(known) and set(known) != set(found):
+            raise ValueError(f"tolerances of {dtype} are for other tensors than the bundle has")
+    return Bundle(
+        config, arrays["tokens"], arrays["targets"], weights, found, tolerances,
+        manifest["votes"], manifest["optimizer"], manifest["aliases"], manifest["steps"],
+        manifest["provenance"],
+    )  # fmt: skip
+
+
+def _tolerance(
+    array: np.ndarray, whole: float | None, arrays: dict[str, np.ndarray], key: str
+) -> Tolerance:
+    shape = array.shape[:-1]
+    if whole is None:
+        return Tolerance(math.inf, np.full(shape, math.inf))
+    rows = arrays[key] if shape else np.array(whole)
+    if rows.shape != shape or not (rows >= 0.0).all() or not whole >= 0.0:
+        raise ValueError(f"{key} is no tolerance for shape {array.shape}")
+    return Tolerance(float(whole), rows)

@@ -1,0 +1,140 @@
+"""The subject of a reference: somebody's weights and batch, or drawn ones."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from gpt_parity.arrays import read_arrays
+from gpt_parity.backends import build_model
+from gpt_parity.config import PRESETS, ExportConfig, GPTConfig
+from gpt_parity.oracle.bundle import Bundle, make_bundle
+from gpt_parity.provenance import portable, provenance
+from gpt_parity.weights import get_weights, load_checkpoint
+from numpy_impl.functional import check_ids
+from numpy_impl.gpt import check_tokens
+
+Arrays = dict[str, np.ndarray]
+PREFIXES = ("model/", "weight/")
+# Mean of |x|^2 / sqrt(E), the score of a position with itself, for weights of order one: large
+# enough that positions differ, small enough that no softmax is saturated.
+OWN_SCORE = 2.0
+
+
+def export(config: ExportConfig) -> Bundle:
+    """The bundle that `config` describes; ValueError for files that do not fit together."""
+    if config.weights is None:
+        model, weights = _drawn_weights(config)
+    else:
+        sizes = ("vocab_size", "context_size", "embedding_size", "blocks")
+        given = [name for name in sizes if getattr(config, name) is not None]
+        if given:
+            raise ValueError(f"{given[0]} is given, but sizes come from the weights")
+        model, weights = read_weights(config.weights)
+    tokens, targets = _batch(config, model)
+    bundle = make_bundle(
+        model, weights, tokens, targets, dtype=config.dtype, steps=config.steps,
+        optimizer=config.optimizer,
+    )  # fmt: skip
+    return replace(bundle, provenance=_provenance(config))
+
+
+def _provenance(config: ExportConfig) -> dict[str, Any]:
+    """Versions, threads, and what was asked for, which does not depend on where it is written."""
+    facts = {key: value for key, value in provenance().items() if key != "command"}
+    asked = {key: value for key, value in asdict(config).items() if key not in ("out", "overwrite")}
+    files = {key: portable(str(value)) for key, value in asked.items() if isinstance(value, Path)}
+    return {**facts, "export": {**asked, **files}}
+
+
+def _drawn_weights(config: ExportConfig) -> tuple[GPTConfig, Arrays]:
+    preset = PRESETS[config.preset].model
+    model = GPTConfig(
+        config.vocab_size or preset.vocab_size, config.context_size or preset.context_size,
+        config.embedding_size or preset.embedding_size, config.blocks or preset.blocks,
+    )  # fmt: skip
+    if config.init == "training":
+        return model, get_weights(build_model("numpy", model, config.seed, "float32"))
+    return model, order_one(model, config.seed)
+
+
+def order_one(model: GPTConfig, seed: int) -> Arrays:
+    """Weights with which every part of the model matters, biases too; float32 holds them."""
+    rng = np.random.RandomState(seed)
+    weights = {}
+    for name, shape in model.parameter_shapes().items():
+        if "embedding" in name:
+            scale = math.sqrt(OWN_SCORE / 2.0) * model.embedding_size**-0.25
+        else:
+            scale = math.sqrt(1.5 / shape[-1]) if len(shape) == 2 else 0.2
+        weights[name] = (rng.randn(*shape) * scale).astype(np.float32)
+    return weights
+
+
+def read_weights(path: Path) -> tuple[GPTConfig, Arrays]:
+    """Weights by name from a checkpoint or any file of arrays, and the sizes that they imply."""
+    if (path / "checkpoint.safetensors").is_file():
+        path = path / "checkpoint.safetensors"
+    arrays, _ = read_arrays(path)
+    if any(name.startswith("model/") for name in arrays):
+        checkpoint = load_checkpoint(path)
+        return checkpoint.config, checkpoint.weights
+    for prefix in PREFIXES:
+        own = {n.removeprefix(prefix): a for n, a in arrays.items() if n.startswith(prefix)}
+        arrays = own or arrays
+    try:
+        vocab_size, embedding_size = arrays["embedding.embedding.weight"].shape
+        context_size = len(arrays["embedding.positional_embedding.weight"])
+    except (KeyError, TypeError, ValueError):
+        raise ValueError(
+            f"{path}: holds {', '.join(list(arrays)[:3]) or 'nothing'}; "
+            "embedding.embedding.weight (V, E) and the others of the model are needed"
+        ) from None
+    numbers = [n.split(".")[1] for n in arrays if n.startswith("transformers.")]
+    blocks = max((int(k) + 1 for k in numbers if k.isdigit()), default=1)
+    return GPTConfig(vocab_size, context_size, embedding_size, blocks), arrays
+
+
+def _batch(config: ExportConfig, model: GPTConfig) -> tuple[np.ndarray, np.ndarray]:
+    if config.tokens is None:
+        if config.targets is not None:
+            raise ValueError("targets are given without tokens, both are needed")
+        preset = PRESETS[config.preset]
+        own = config.weights is None
+        length = config.length or min(preset.length if own else 32, model.context_size)
+        if length > model.context_size:
+            raise ValueError(f"length is {length}, at most C = {model.context_size} is needed")
+        rng = np.random.RandomState(config.seed)
+        shape = (2, config.batch_size or (preset.batch_size if own else 4), length)
+        tokens, targets = rng.randint(0, model.vocab_size, shape)
+        return tokens, targets
+    arrays = _ids(config.tokens, "tokens")
+    if config.targets is not None:
+        arrays["targets"] = _ids(config.targets, "targets")["targets"]
+    if "targets" not in arrays:
+        raise ValueError(f"{config.tokens}: holds no targets, --targets FILE is needed")
+    return (
+        check_tokens(arrays["tokens"], model.vocab_size, model.context_size),
+        check_targets(arrays["targets"], arrays["tokens"].shape, model.vocab_size),
+    )
+
+
+def _ids(path: Path, name: str) -> Arrays:
+    """The arrays of a file; one npy file holds what was asked for."""
+    arrays, _ = read_arrays(path)
+    if "" in arrays:
+        arrays = {name: arrays[""]}
+    if name not in arrays:
+        raise ValueError(f"{path}: holds {', '.join(list(arrays)[:3])}, {name} is needed")
+    return arrays
+
+
+def check_targets(targets: np.ndarray, shape: tuple[int, ...], vocab_size: int) -> np.ndarray:
+    """`targets`, or ValueError or TypeError unless they fit to tokens of `shape`."""
+    if targets.shape != shape:
+        raise ValueError(f"targets: got shape {targets.shape}, needed {shape} as the tokens have")
+    return check_ids("targets", targets, vocab_size)
