@@ -1,0 +1,1 @@
+"""GPTs as strangers would write them, for the gradient oracle to judge: none knows the project."""
