@@ -39,11 +39,20 @@ def judge_worst(case: ModelCase, backend: str, dtype: str) -> Report:
     return report
 
 
+def moderate(case: ModelCase, scale: float) -> bool:
+    """Whether weights up to `scale` keep scores so small that every tensor must be judged.
+
+    Where all weights of a matrix are equal, the terms of a sum do not cancel, and results are
+    larger by the root of its length, which is 4 to 11 in the models drawn.
+    """
+    return case.scale <= (scale / 10.0 if case.structure == "equal weights" else scale)
+
+
 @given(model_cases())
 def test_torch_float64_agrees_in_values_gradients_and_loss(case: ModelCase) -> None:
     report = judge_worst(case, "torch", "float64")
     assert report.ok, f"{case}: {report.first}"
-    assert report.complete or case.scale > 1.0, f"{case} is not judged whole"
+    assert report.complete or not moderate(case, 1.0), f"{case} is not judged whole"
 
 
 @pytest.mark.parametrize(
@@ -57,7 +66,7 @@ def test_torch_float64_agrees_in_values_gradients_and_loss(case: ModelCase) -> N
 def test_float32_agrees_with_the_numpy_twin_in_float64(backend: str, case: ModelCase) -> None:
     report = judge_worst(case, backend, "float32")
     assert report.ok, f"{case}: {report.first}"
-    assert report.complete or case.scale > 0.1, f"{case} is not judged whole"
+    assert report.complete or not moderate(case, 0.1), f"{case} is not judged whole"
 
 
 @pytest.mark.reference("complex step")
