@@ -393,6 +393,30 @@ def test_wrong_is_named_with_a_small_example(
     assert f"first: {name} {result}" in str(report) and note in str(report)
 
 
+@pytest.mark.parametrize(
+    ("change", "hint"),
+    [
+        (lambda g: 0.0 * g + 1.0, "the cotangent is ignored, as if it were 1"),
+        (lambda g: -g, "the gradient has the wrong sign"),
+        (lambda g: g + g, "the gradient is twice too large"),
+        (lambda g: g / 2.0, "the gradient is half as large as it should be"),
+        (lambda g: g - g, "the gradient is zero: never computed, or never written"),
+        (lambda g: 1.1 * g, None),
+    ],
+)
+@pytest.mark.parametrize("name", ("matmul", "cross_entropy", "causal_attention"))
+def test_a_wrong_cotangent_is_told(
+    name: str, change: Callable[[Array], Array], hint: str | None
+) -> None:
+    def function(*inputs: Any) -> Any:
+        *rest, g = inputs
+        return NUMPY[name](*rest, np.asarray(change(g)))
+
+    report = ops.OPS[name].check(function, examples=25)
+    assert not report.ok
+    assert report.hints == ((hint,) if hint else ())
+
+
 def softmax_that(change: Callable[[Array, Array, Array, Array], Any]) -> Callable[..., Any]:
     """`change` gets both inputs and both right results of a softmax, and returns its own."""
     return lambda x, g: change(x, g, *softmax(x, g))
@@ -714,7 +738,7 @@ LINES = {
 def test_one_line(case: str, capsys: pytest.CaptureFixture[str]) -> None:
     change, line = LINES[case]
     x = np.array([[3.0, 4.0], [5.0, 12.0]])
-    judgement = cmp("x", change(x), x)
+    (judgement,) = cmp("x", change(x), x).judgements
     assert capsys.readouterr().out == line + "\n"
     assert judgement.name == "x" and judgement.ok == ("differs" not in line and "shape" not in line)
 
@@ -734,9 +758,9 @@ def test_one_line_with_a_bundle(capsys: pytest.CaptureFixture[str]) -> None:
         (np.zeros((2, 2)), None, "not exact, differs, masked positions differ, worst at (1, 0): "
          "off by 1e+09 (tolerance of the bundle, float64)"),
     ):  # fmt: skip
-        judgement = cmp("value/x", x, bundle, dtype)
+        report = cmp("value/x", x, bundle, dtype)
         assert capsys.readouterr().out == f"value/x: {line}\n"
-        assert judgement.ok == ("agrees" in line)
+        assert report.ok == ("agrees" in line)
 
 
 def test_one_line_needs_two_arrays_of_a_known_dtype() -> None:
@@ -745,6 +769,8 @@ def test_one_line_needs_two_arrays_of_a_known_dtype() -> None:
         cmp("x", x, x)
     with pytest.raises(ValueError, match="x: dtype: got int64, needed one of float32, float64"):
         cmp("x", np.arange(3), x)
+    with pytest.raises(ValueError, match="needed one that is not"):
+        cmp("x", np.zeros(3), np.zeros(3))
 
 
 # --- judgements

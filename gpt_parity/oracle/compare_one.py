@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from gpt_parity.oracle.bounds import largest, ratios
-from gpt_parity.oracle.compare import FORWARD, Judgement, compare
+from gpt_parity.oracle.compare import FORWARD, Judgement, Report, compare
 from gpt_parity.oracle.judge import unit_of
 from gpt_parity.oracle.rounding import Unit
 from gpt_parity.oracle.tolerance import RESULT_FACTOR, Tolerance, norms
@@ -20,15 +20,15 @@ def result_tolerance(reference: np.ndarray, unit: Unit) -> Tolerance:
     return Tolerance(RESULT_FACTOR * unit.u * whole, RESULT_FACTOR * unit.u * rows)
 
 
-def cmp(name: str, mine: Any, reference: Any, dtype: str | None = None) -> Judgement:
+def cmp(name: str, mine: Any, reference: Any, dtype: str | None = None) -> Report:
     """Print in one line whether `mine` is the reference, exactly or within tolerance.
 
     `mine` is an array of any library; `dtype` is the one it must have, by default its own. The
     reference is a bundle, of which `name` is a key and which has the tolerance, or an array of the
     same shape: then only the rounding of the result itself is allowed, 12 u ||reference||, which is
     less than a long computation in float32 may need. Exact means equal to the reference rounded to
-    `dtype`. Raises ValueError for a dtype that is not float32 or float64, and for a reference that
-    is not finite or that is `mine`.
+    `dtype`. Raises ValueError for a dtype that is not float32 or float64, for a reference that is
+    not finite or that is `mine`, and for zeros against zeros, where nothing is compared.
     """
     mine = as_array(mine)
     unit = unit_of(dtype or mine.dtype.name, f"{name}: dtype")
@@ -43,7 +43,7 @@ def cmp(name: str, mine: Any, reference: Any, dtype: str | None = None) -> Judge
         allowed = "tolerance of rounding the result alone"
     judgement = compare(name, kind, mine, array, tolerance, unit.name, kept)
     print(f"{name}: {_line(judgement, mine, array, unit)} ({allowed}, {unit.name})")
-    return judgement
+    return Report([judgement], title=unit.name)
 
 
 def _line(judgement: Judgement, mine: np.ndarray, reference: np.ndarray, unit: Unit) -> str:

@@ -18,6 +18,15 @@ from gpt_parity.tensors import as_array
 from numpy_impl.tape import Observer, observe
 from numpy_impl.tensor import Tensor
 
+# What a function may make of its cotangent, in which all of its gradients are linear.
+COTANGENTS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+    "the cotangent is ignored, as if it were 1": np.ones_like,
+    "the gradient has the wrong sign": np.negative,
+    "the gradient is twice too large": lambda g: 2.0 * g,
+    "the gradient is half as large as it should be": lambda g: 0.5 * g,
+    "the gradient is zero: never computed, or never written": np.zeros_like,
+}
+
 NOT_REPEATABLE = "not repeatable: called again on the same example, the function did not fail"
 
 
@@ -74,11 +83,16 @@ class Checked:
             return Report(list(worst.values()), title=title)
         example, judgements = failure
         notes = (self.describe(example), *notes)
-        return Report(judgements, notes=notes, title=title)
+        hints = self.hints(forward_and_vjp, example, unit)
+        return Report(judgements, hints, notes, title)
 
     def judgements(self, function: Callable[..., Any], example: Any, unit: Unit) -> list[Judgement]:
         """Call `function` on one example and judge what it returns."""
         raise NotImplementedError
+
+    def hints(self, function: Callable[..., Any], example: Any, unit: Unit) -> tuple[str, ...]:
+        """Verified explanations of a failure."""
+        return ()
 
     def arguments(self, example: Any) -> tuple[str, ...]:
         """Names of the example's operands and of its other arguments."""
@@ -115,13 +129,31 @@ class Op(Checked):
         g = example.cotangent(shape, np.float32).astype(np.float64)
         return self.judge(function, operands, rest, g, unit, self.name)
 
+    def hints(self, function: Callable[..., Any], example: Any, unit: Unit) -> tuple[str, ...]:
+        """What the wrong gradients are right for: another cotangent than the one given."""
+        operands = [x.astype(np.float64) for x in example.arrays(np.float32)]
+        rest = example.others()
+        shape = self.function(*map(Tensor, operands), *rest).shape
+        g = example.cotangent(shape, np.float32).astype(np.float64)
+        wrong = [j.name for j in self.judge(function, operands, rest, g, unit, "") if not j.ok]
+        found = []
+        for text, other in COTANGENTS.items():
+            judged = {
+                j.name: j
+                for j in self.judge(function, operands, rest, g, unit, "", cotangent=other(g))
+            }
+            if all(judged[name].ok and judged[name].kind == GRADIENT for name in wrong):
+                found.append(text)
+        return tuple(found)
+
     def judge(
         self, function: Callable[..., Any], operands: Sequence[np.ndarray], rest: Sequence[Any],
-        g: np.ndarray, unit: Unit, label: str,
+        g: np.ndarray, unit: Unit, label: str, *, cotangent: np.ndarray | None = None,
     ) -> list[Judgement]:  # fmt: skip
         """Call `function` once and judge it; the numbers are float64, and such that `unit` holds.
 
-        `label` begins the names of the judgements.
+        `label` begins the names of the judgements. `cotangent` is what the gradients are judged
+        for in place of `g`, which the function gets.
         """
         given = [*(x.astype(unit.name) for x in operands), *map(_copy, rest), g.astype(unit.name)]
         returned, written = call(
@@ -131,7 +163,7 @@ class Op(Checked):
         if all(c is None for c in candidates):
             raise ValueError(f"{label}: got None for every result, needed one to judge")
         names = ("output", *(f"d{name}" for name in self.operands))
-        expected = self.expected(operands, rest, g, unit)
+        expected = self.expected(operands, rest, g if cotangent is None else cotangent, unit)
         return written + [
             judge(f"{label} {name}", GRADIENT if i else FORWARD, candidate, e, unit.name)
             for i, (name, candidate, e) in enumerate(zip(names, candidates, expected, strict=True))
