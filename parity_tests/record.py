@@ -1,4 +1,4 @@
-"""docs/power.md: one section for each long run, written by the run itself."""
+"""Pages of docs/: one section for each long run, written by the run itself."""
 
 from __future__ import annotations
 
@@ -11,17 +11,23 @@ from pathlib import Path
 from gpt_parity.files import write_atomically
 from gpt_parity.provenance import provenance
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "power.md"
+DOCS = Path(__file__).resolve().parents[1] / "docs"
+PAGE = DOCS / "power.md"
 TITLE = """# How much the suite sees, and how often it cries wolf
 
 Each section is the last result of the command that it names, written by that command.
 """
 
 
-def record(heading: str, lines: Iterable[str]) -> None:
-    """Put `lines` under `heading` in docs/power.md, in place of what stood there."""
+def record(heading: str, lines: Iterable[str], page: Path | None = None) -> None:
+    """Put `lines` under `heading` in a page, docs/power.md, in place of what stood there.
+
+    The section goes to the end of a page that has none of that heading, and makes a page that is
+    not there.
+    """
+    page = PAGE if page is None else page
     facts = provenance()
-    text = PAGE.read_text() if PAGE.exists() else TITLE
+    text = page.read_text() if page.exists() else TITLE if page == PAGE else ""
     commit = (facts["commit"] or "unknown").replace("+", " + ")
     section = "\n".join([
         f"## {heading}", "",
@@ -33,5 +39,5 @@ def record(heading: str, lines: Iterable[str]) -> None:
     found = re.compile(rf"^## {re.escape(heading)}\n.*?(?=^## |\Z)", re.MULTILINE | re.DOTALL)
     known = found.search(text) is not None
     text = found.sub(lambda _: section, text) if known else f"{text}\n{section}"
-    PAGE.parent.mkdir(exist_ok=True)
-    write_atomically(PAGE, (text.rstrip("\n") + "\n").encode())
+    page.parent.mkdir(exist_ok=True)
+    write_atomically(page, (text.strip("\n") + "\n").encode())

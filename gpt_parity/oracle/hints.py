@@ -2,8 +2,8 @@
 
 Every explanation predicts numbers. One is printed if the first wrong tensor is what it predicts,
 up to rounding, if nine tenths of the error are explained, and if it leaves right what is right.
-Of mistakes in the computation only those stay that explain most of the wrong tensors; all of them
-are printed where they cannot be told apart.
+Of mistakes in the computation only those stay that explain most of the wrong tensors, all of them
+where they cannot be told apart.
 """
 
 from __future__ import annotations
@@ -105,10 +105,11 @@ class Case:
 
     def leaves_right(self, predictions: Arrays) -> bool:
         """Whether what agrees with the reference agrees with the predictions too."""
-        return all(
-            self.distance(key, predictions[key]) <= SLACK * self.tolerances[key].whole
-            for key in self.right if key in predictions
-        )  # fmt: skip
+        return all(self.leaves(key, predictions[key]) for key in self.right if key in predictions)
+
+    def leaves(self, key: str, prediction: np.ndarray) -> bool:
+        """Whether a right tensor agrees with a prediction too."""
+        return self.distance(key, prediction) <= SLACK * self.tolerances[key].whole
 
 
 def _norm(x: np.ndarray) -> float:
@@ -126,7 +127,7 @@ def hints(case: Case) -> tuple[str, ...]:
         mistakes = _of_predictions(case, step_predictions(case.bundle, case.first))
     else:
         mistakes = _of_predictions(case, _pass_predictions(case))
-    most = max(mistakes.values(), default=0)
+    most = max([*found.values(), *mistakes.values()], default=0)
     found |= {text: count for text, count in mistakes.items() if count == most}
     if len(found) > 1:
         found = {text: count for text, count in found.items() if not text.startswith(UNNAMED)}
@@ -284,22 +285,36 @@ def _of_predictions(case: Case, predictions: Iterator[Prediction]) -> dict[str, 
     return {f"{description}, {place}": count for description, (count, place) in best.items()}
 
 
-class _Mistaken(Observer):
-    """Runs mistakes in place of some operations, by number."""
+class _RefutedError(Exception):
+    """The forward pass has shown already that a mistake explains nothing."""
 
-    def __init__(self, mistakes: Mapping[int, Mistake], mask_value: float) -> None:
-        self.mistakes, self.mask_value, self.number = mistakes, mask_value, -1
+
+class _Mistaken(Observer):
+    """Runs mistakes in place of some operations, by number, as long as the results fit.
+
+    `keys` are those of results that are right or the first wrong one, by number.
+    """
+
+    def __init__(self, mistakes: Mapping[int, Mistake], case: Case, keys: dict[int, str]) -> None:
+        self.mistakes, self.case, self.keys, self.number = mistakes, case, keys, -1
 
     def forward(self, op: str, out, parents) -> np.ndarray | None:
         self.number += 1
         mistake = self.mistakes.get(self.number)
-        if mistake is None:
-            return None
-        right = Operation(
-            tuple(p.data for p in parents), out.data, out.gradient_fn, self.mask_value
-        )
-        data, out.gradient_fn = mistake(right)
-        return np.asarray(data)
+        data = None
+        if mistake is not None:
+            right = Operation(
+                tuple(p.data for p in parents), out.data, out.gradient_fn,
+                self.case.bundle.config.mask_value,
+            )  # fmt: skip
+            data, out.gradient_fn = mistake(right)
+            data = np.asarray(data)
+        key = self.keys.get(self.number)
+        if key is not None:
+            fits = self.case.explains if key == self.case.first else self.case.leaves
+            if not fits(key, out.data if data is None else data):
+                raise _RefutedError
+        return data
 
 
 def _pass_predictions(case: Case) -> Iterator[Prediction]:
@@ -308,15 +323,18 @@ def _pass_predictions(case: Case) -> Iterator[Prediction]:
     model, loss_fn = bundle.model(), GPTLoss()
     operations, _ = graph(model, loss_fn, bundle.tokens, bundle.targets)
     suspects = [node for nodes in suspected(case, operations) for node in nodes]
+    known = {*case.right, case.first}
+    keys = {number: key for key, number in operations.numbers.items() if key in known}
     for hypothesis in HYPOTHESES:
         for place, mistakes in _places(hypothesis.mistakes, suspects, operations):
             try:
                 with np.errstate(all="ignore"):
                     found = trace(
                         model, loss_fn, bundle.tokens, bundle.targets,
-                        _Mistaken(mistakes, bundle.config.mask_value),
+                        _Mistaken(mistakes, case, keys),
                     )  # fmt: skip
-            except (ValueError, TypeError, IndexError):  # does not fit these sizes
+            # Refuted, or a mistake that does not fit these sizes.
+            except (_RefutedError, ValueError, TypeError, IndexError):
                 continue
             yield hypothesis.description, place, pass_arrays(found)
 

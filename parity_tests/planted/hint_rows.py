@@ -1,0 +1,654 @@
+"""For every explanation that the oracle may print: that mistake, planted into a running twin.
+
+The proof of a hint must not come from the function that makes its prediction, so the mistakes are
+changes of the twins' own source: of the forward pass in PyTorch, where autograd makes the
+consistent backward pass, of a closure in NumPy where the backward pass alone is wrong.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from gpt_parity.config import GPTConfig
+from gpt_parity.oracle.bundle import Bundle
+from gpt_parity.oracle.check import check_arrays
+from parity_tests.candidates import Part, Suitable, random_bundle, submission
+from parity_tests.planted import PlantedBug, planted
+from parity_tests.planted.table import (
+    BUGS,
+    LAYERS,
+    NUMPY,
+    NUMPY_ADAMW,
+    TENSOR,
+    TORCH,
+    TORCH_ADAMW,
+    TORCH_GPT,
+    TRAINING,
+)  # fmt: skip
+
+TORCH_LINEAR = "torch.nn.modules.linear:Linear.forward"
+TABLE = {bug.name: bug for bug in BUGS}
+STEPS = 2
+
+
+@dataclass(frozen=True)
+class Models:
+    """Which random models are drawn, see `random_bundle`."""
+
+    suitable: Suitable | None
+    steps: int
+    confident: bool
+    optimizer: tuple[tuple[str, Any], ...]
+
+
+@dataclass(frozen=True)
+class HintRow:
+    """One planted mistake and what the oracle must say of it.
+
+    `first` is, by part of a submission, a regular expression for the whole key that must be named
+    first; {last} in it is the last block, {input} the layer before that block, {bias} and {weight}
+    those of that layer. `hint` must be found in a printed hint, which `mistake` tells for readers.
+    The rest says which models can show the mistake.
+    """
+
+    bug: PlantedBug
+    backend: str
+    mistake: str
+    hint: str
+    first: Mapping[Part, str]
+    suitable: Suitable | None = None
+    steps: int = 0
+    confident: bool = False
+    optimizer: Mapping[str, Any] = field(default_factory=dict)
+    dtypes: tuple[str, ...] = ("float64", "float32")
+
+    @property
+    def name(self) -> str:
+        return self.bug.name
+
+    @property
+    def models(self) -> Models:
+        return Models(self.suitable, self.steps, self.confident, tuple(self.optimizer.items()))
+
+    def names(self, part: Part, key: str, blocks: int) -> bool:
+        """Whether `key` is what must be named first, in a model of so many blocks."""
+        last = blocks - 1
+        before = f"transformers.{last - 1}.feed_forward.output" if last else "embedding"
+        names = {"last": str(last), "input": before}
+        for kind in ("bias", "weight"):
+            own = f"{before}.{kind}" if last else "embedding.positional_embedding.weight"
+            names[kind] = own
+        pattern = self.first[part]
+        for name, text in names.items():
+            pattern = pattern.replace(f"{{{name}}}", re.escape(text))
+        return re.fullmatch(pattern, key) is not None
+
+    def is_given(self, hint: str) -> bool:
+        return re.search(self.hint, hint) is not None
+
+
+@functools.cache
+def model(models: Models, seed: int) -> Bundle:
+    """The reference of one random model."""
+    return random_bundle(
+        np.random.default_rng(seed), models.steps, suitable=models.suitable,
+        confident=models.confident, optimizer=dict(models.optimizer),
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What the oracle said of one planted mistake: "" as `first` where all agreed.
+
+    `seen`: the tensor that should be named is out of tolerance.
+    """
+
+    first: str
+    seen: bool
+    first_right: bool
+    hint_right: bool
+    others: tuple[str, ...]
+
+
+def diagnose(row: HintRow, part: Part, seed: int, dtype: str) -> Diagnosis:
+    """Plant the mistake, run the twin, take it out again and ask the oracle."""
+    bundle = model(row.models, seed)
+    with planted(row.bug):
+        mine = submission(row.backend, bundle, dtype, part)
+    report = check_arrays(mine, bundle)
+    if report.first is None:
+        return Diagnosis("", False, False, False, report.hints)
+    blocks = bundle.config.blocks
+    return Diagnosis(
+        report.first.name,
+        any(not j.ok and row.names(part, j.name, blocks) for j in report.judgements),
+        row.names(part, report.first.name, blocks),
+        any(row.is_given(hint) for hint in report.hints),
+        tuple(hint for hint in report.hints if not row.is_given(hint)),
+    )
+
+
+def low(x: np.ndarray, name: str) -> np.ndarray:
+    """x to the nearest number of a shorter format, in x's own dtype (Veltkamp's splitting)."""
+    if name == "float16":
+        return x.astype(np.float16).astype(x.dtype)
+    digits = {"tf32": 11, "bfloat16": 8}[name]
+    c = x * x.dtype.type(2.0 ** (np.finfo(x.dtype).nmant + 1 - digits) + 1.0)
+    return c - (c - x)
+
+
+# --- Which models show a mistake
+
+
+def _repeated(config: GPTConfig, tokens: np.ndarray, targets: np.ndarray) -> bool:
+    """Some token stands in several places, not at the last alone."""
+    counts = np.unique(tokens, return_counts=True)[1]
+    return bool(counts.max() > 1)
+
+
+def _length_differs(config: GPTConfig, tokens: np.ndarray, targets: np.ndarray) -> bool:
+    return tokens.shape[1] != config.embedding_size
+
+
+def _square_output(config: GPTConfig, tokens: np.ndarray, targets: np.ndarray) -> bool:
+    return config.vocab_size == config.embedding_size
+
+
+def _oblong_output(config: GPTConfig, tokens: np.ndarray, targets: np.ndarray) -> bool:
+    return config.vocab_size != config.embedding_size
+
+
+def _square_batch(config: GPTConfig, tokens: np.ndarray, targets: np.ndarray) -> bool:
+    square = tokens.shape[0] == tokens.shape[1] != config.embedding_size
+    return square and bool((tokens != tokens.T).any())
+
+
+def _four_tokens(config: GPTConfig, tokens: np.ndarray, targets: np.ndarray) -> bool:
+    """A bias of three elements is too short for a factor without a name."""
+    return config.vocab_size >= 4
+
+
+def _targets_move(config: GPTConfig, tokens: np.ndarray, targets: np.ndarray) -> bool:
+    return bool((targets != np.roll(targets, 1, axis=1)).any())
+
+
+# --- Which tensor is named first
+
+VALUE = "value/"
+BLOCK = "transformers.0."
+LAST = "transformers.{last}."
+OUTPUT_BIAS = "grad/output.output.bias"
+
+
+def _forward(entry: str) -> dict[Part, str]:
+    """A value; of the rest the loss, or what comes next where the loss is the same to rounding."""
+    next_after = r"loss|grad/output\.output\.(bias|weight)"
+    return {"all": re.escape(VALUE + entry), "parameters": next_after}
+
+
+def _backward(entry: str, parameter: str) -> dict[Part, str]:
+    """The gradient of an entry, and the first gradient of a parameter that comes after it."""
+    return {
+        "all": "grad/" + entry.replace(".", r"\."),
+        "parameters": "grad/" + parameter.replace(".", r"\."),
+    }
+
+
+def _parameter(name: str) -> dict[Part, str]:
+    return {part: re.escape(f"grad/{name}") for part in ("all", "parameters")}
+
+
+def _step(quantity: str, number: int = 1) -> dict[Part, str]:
+    key = f"step/{number}/{quantity}"
+    return {"all": key, "steps": key}
+
+
+INPUT = _backward("{input}.output", "{bias}")
+SCORES = _backward(LAST + "attention.mask.input", "{bias}")
+MASKED = _backward(LAST + "attention.mask.output", "{bias}")
+GELU = _backward(LAST + "feed_forward.input.output", LAST + "feed_forward.input.bias")
+LINEAR_INPUT = _backward(LAST + "feed_forward.output.output", LAST + "feed_forward.output.bias")
+TOKENS, POSITIONS = (
+    "embedding.embedding.weight", "embedding.positional_embedding.weight",
+)  # fmt: skip
+
+
+def _row(
+    name: str, hint: str, first: Mapping[Part, str], place: str = "", old: str = "", new: str = "",
+    backend: str = "", **models: Any,
+) -> HintRow:  # fmt: skip
+    """A row for the mistake `hint`; without a place it is the bug of the table of that name."""
+    bug = PlantedBug(name, place, old, new, hint, frozenset()) if place else TABLE[name]
+    backend = backend or ("torch" if bug.place.startswith("torch") else "numpy")
+    return HintRow(bug, backend, hint, re.escape(hint), first, **models)
+
+
+# --- The tables. Sources that are changed in more than one place stand here in full.
+
+TORCH_ATTENTION = """\
+    scores = x @ x.transpose(-2, -1) / math.sqrt(x.shape[-1])  # (B, T, T)
+    weights = self.softmax(self.mask(scores))  # (B, T, T)
+    return self.output(weights @ x)"""
+NUMPY_LINEAR = """\
+    y = x2 @ weight.data.T + bias.data  # (N, out)
+
+    def gradient_fn(grad: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        g2 = grad.reshape(y.shape)
+        return (g2 @ weight.data).reshape(x.shape), g2.T @ x2, g2.sum(axis=0)
+"""
+NUMPY_MATMUL = """\
+    def gradient_fn(grad: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        return grad @ b.data.swapaxes(-1, -2), a.data.swapaxes(-1, -2) @ grad
+
+    return Tensor.from_op("matmul", a.data @ b.data, (a, b), gradient_fn)"""
+LOW = '__import__("parity_tests.planted.hint_rows", fromlist=["low"]).low'
+LOW_LINEAR = """\
+    def short(x: np.ndarray) -> np.ndarray:
+        return SHORT
+
+    w2 = short(weight.data)
+    y = short(x2) @ w2.T + bias.data  # (N, out)
+
+    def gradient_fn(grad: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        g2 = grad.reshape(y.shape)
+        return (short(g2) @ w2).reshape(x.shape), short(g2).T @ short(x2), g2.sum(axis=0)
+"""
+LOW_MATMUL = """\
+    def short(x: np.ndarray) -> np.ndarray:
+        return SHORT
+
+    a2, b2 = short(a.data), short(b.data)
+
+    def gradient_fn(grad: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        return short(grad) @ b2.swapaxes(-1, -2), a2.swapaxes(-1, -2) @ short(grad)
+
+    return Tensor.from_op("matmul", a2 @ b2, (a, b), gradient_fn)"""
+
+# fmt: off
+EMBEDDING_ROWS = (
+    _row("embedding-last-only",
+         "embedding: of each token only the last occurrence counts (= in place of +=)",
+         _parameter(TOKENS), suitable=_repeated),
+    _row("embedding-first-only", "embedding: of each token only the first occurrence counts",
+         _parameter(TOKENS), suitable=_repeated),
+    _row("embedding-mean",
+         "embedding: the mean over a token's occurrences in place of their sum",
+         _parameter(TOKENS), suitable=_repeated),
+    _row("hint-rows-before",
+         "embedding: ids are counted from 1, so each token takes the row before",
+         _forward("embedding.embedding.output"), f"{TORCH_GPT}:GPTEmbedding.forward",
+         "self.embedding(tokens)", "self.embedding((tokens - 1) % len(self.embedding.weight))"),
+    _row("hint-rows-after", "embedding: each token takes the row after its own",
+         _forward("embedding.embedding.output"), f"{TORCH_GPT}:GPTEmbedding.forward",
+         "self.embedding(tokens)", "self.embedding((tokens + 1) % len(self.embedding.weight))"),
+    _row("embedding-positions-zero", "positions: every position is the first",
+         _forward("embedding.positional_embedding.output")),
+    _row("hint-positions-late",
+         "positions: counted from 1, not from 0 (shifted by one along T)",
+         _forward("embedding.positional_embedding.output"), f"{TORCH_GPT}:GPTEmbedding.forward",
+         "np.arange(tokens.shape[-1])",
+         "np.arange(1, tokens.shape[-1] + 1) % len(self.positional_embedding.weight)"),
+    _row("hint-positions-early",
+         "positions: shifted by one along T, the first takes the last row",
+         _forward("embedding.positional_embedding.output"), f"{TORCH_GPT}:GPTEmbedding.forward",
+         "np.arange(tokens.shape[-1])",
+         "(np.arange(tokens.shape[-1]) - 1) % len(self.positional_embedding.weight)"),
+    _row("engine-unbroadcast-missing",
+         "embedding: the gradient of positions is that of the first batch element",
+         _backward("embedding.positional_embedding.output", POSITIONS)),
+    _row("engine-unbroadcast-mean",
+         "embedding: the gradient of positions is the mean over the batch, not the sum",
+         _backward("embedding.positional_embedding.output", POSITIONS)),
+    _row("hint-positions-left-out", "embedding: positions are not added",
+         _forward("embedding.output"), f"{TORCH_GPT}:GPTEmbedding.forward",
+         "+ self.positional_embedding(positions)", "+ 0.0 * self.positional_embedding(positions)"),
+)
+ATTENTION_ROWS = (
+    _row("hint-scale-forgotten", "attention: scores are not divided by sqrt(E)",
+         _forward(BLOCK + "attention.mask.input"), f"{TORCH_GPT}:GPTAttention.forward",
+         " / math.sqrt(x.shape[-1])", ""),
+    _row("attention-scale-backward", "attention: the vjp of the scores lacks 1/sqrt(E)", INPUT),
+    _row("attention-scale-root", "attention: scores are divided by E in place of sqrt(E)",
+         _forward(BLOCK + "attention.mask.input")),
+    _row("hint-scale-by-length", "attention: scores are divided by sqrt(T) in place of sqrt(E)",
+         _forward(BLOCK + "attention.mask.input"), f"{TORCH_GPT}:GPTAttention.forward",
+         "math.sqrt(x.shape[-1])", "math.sqrt(x.shape[-2])", suitable=_length_differs),
+    _row("hint-scale-inverted", "attention: scores are multiplied by sqrt(E)",
+         _forward(BLOCK + "attention.mask.input"), f"{TORCH_GPT}:GPTAttention.forward",
+         "/ math.sqrt(x.shape[-1])", "* math.sqrt(x.shape[-1])"),
+    _row("hint-scale-twice-backward",
+         "attention: the vjp of the scores divides by E in place of sqrt(E)", INPUT,
+         f"{TENSOR}.__truediv__", "da = grad / b.data", "da = grad / b.data / b.data"),
+    _row("hint-key-reshaped", "attention: the key is reshaped, not transposed",
+         _forward(BLOCK + "attention.mask.input"), f"{TORCH_GPT}:GPTAttention.forward",
+         "x.transpose(-2, -1)", "x.reshape(len(x), x.shape[2], x.shape[1])"),
+    _row("engine-transpose-reshape",
+         "attention: the gradient of the key is reshaped, not transposed", INPUT),
+    _row("hint-scores-untransposed",
+         "attention: the gradient of the key uses the scores' gradient untransposed", INPUT,
+         f"{TENSOR}.__matmul__", "a.data.swapaxes(-1, -2) @ grad",
+         'a.data.swapaxes(-1, -2) @ (grad.swapaxes(-1, -2) if b.op == "transpose" else grad)'),
+    _row("hint-context-untransposed",
+         "attention: the gradient of the value uses the weights untransposed", INPUT,
+         f"{TENSOR}.__matmul__", "a.data.swapaxes(-1, -2) @ grad",
+         '(a.data.swapaxes(-1, -2) if b.op == "transpose" else a.data) @ grad'),
+    _row("hint-query-detached", "attention: the path of x as query is missing in its gradient",
+         INPUT, f"{TORCH_GPT}:GPTAttention.forward",
+         "x @ x.transpose(-2, -1)", "x.detach() @ x.transpose(-2, -1)"),
+    # Over all keys this path sums to 0, since softmax does not mind a shift: a bias is right.
+    _row("attention-keys-detached", "attention: the path of x as key is missing in its gradient",
+         _backward("{input}.output", "{weight}")),
+    _row("hint-value-detached", "attention: the path of x as value is missing in its gradient",
+         INPUT, f"{TORCH_GPT}:GPTAttention.forward", "weights @ x", "weights @ x.detach()"),
+    _row("hint-query-alone",
+         "attention: the gradient of x is that as query alone (overwritten, not accumulated)",
+         INPUT, f"{TORCH_GPT}:GPTAttention.forward", TORCH_ATTENTION,
+         TORCH_ATTENTION.replace("x.transpose", "x.detach().transpose")
+         .replace("weights @ x", "weights @ x.detach()")),
+    # What reaches x last stays: the path through the transpose.
+    _row("engine-overwrite",
+         "attention: the gradient of x is that as key alone (overwritten, not accumulated)", INPUT),
+    _row("hint-value-alone",
+         "attention: the gradient of x is that as value alone (overwritten, not accumulated)",
+         INPUT, f"{TENSOR}.__matmul__", "return grad @",
+         'if b.op == "transpose":\n            return None, None\n        return grad @'),
+)
+MASK_ROWS = (
+    _row("hint-mask-upper", "mask: the upper triangle is kept, not the lower (triu for tril)",
+         _forward(BLOCK + "attention.mask.output"), f"{TORCH}:tril",
+         "torch.tril(torch.ones", "torch.triu(torch.ones"),
+    _row("hint-mask-late", "mask: off by one, each position also sees the next (diagonal=1)",
+         _forward(BLOCK + "attention.mask.output"), f"{TORCH}:tril",
+         "dtype=torch.bool))", "dtype=torch.bool), diagonal=1)"),
+    _row("mask-one-too-few", "mask: strict, no position sees itself (diagonal=-1)",
+         _forward(BLOCK + "attention.mask.output")),
+    _row("mask-fill-zero", "mask: filled with 0, so the future keeps a weight",
+         _forward(BLOCK + "attention.mask.output")),
+    _row("mask-fill-weak", "mask: filled with -10, so the future keeps a weight",
+         _forward(BLOCK + "attention.mask.output")),
+    _row("hint-mask-absent", "mask: not applied",
+         _forward(BLOCK + "attention.mask.output"), f"{TORCH}:tril",
+         "_select(x, torch.tril(torch.ones(x.shape[-2:], dtype=torch.bool)), value)", "1.0 * x"),
+    _row("mask-first-row-of-batch", "mask: applied to the first batch element only",
+         _forward(BLOCK + "attention.mask.output")),
+)
+SOFTMAX_ROWS = (
+    _row("hint-softmax-without-sum", "softmax: the vjp lacks the sum over the row", MASKED,
+         f"{NUMPY}:softmax", "p * (grad - (grad * p).sum(axis=-1, keepdims=True))", "p * grad"),
+    _row("softmax-gradient-axis", "softmax: the vjp sums over the wrong axis", MASKED),
+    _row("hint-softmax-unweighted", "softmax: the vjp sums g and not g p over the row", MASKED,
+         f"{NUMPY}:softmax", "(grad * p).sum(", "grad.sum("),
+    _row("softmax-diagonal",
+         "softmax: the vjp has the diagonal of the Jacobian alone, p (1 - p) g", MASKED),
+    _row("softmax-sum-axis", "softmax: columns are normalised, not rows",
+         _forward(BLOCK + "attention.softmax.output")),
+    _row("softmax-dim-one", "softmax: taken over the wrong axis",
+         _forward(BLOCK + "attention.softmax.output")),
+)
+GELU_ROWS = (
+    _row("gelu-erf", "gelu: the erf form in place of the tanh form",
+         _forward(BLOCK + "feed_forward.gelu.output")),
+    _row("hint-gelu-erf-backward", "gelu: the derivative is that of the erf form", GELU,
+         f"{NUMPY}:gelu", "(grad * (0.5 * (1.0 + t + c * (1.0 - t * t) * du)),)",
+         "(grad * (0.5 * (1.0 + np.vectorize(math.erf)(c / math.sqrt(2.0))) + c * np.exp("
+         "-0.5 * c * c) / math.sqrt(2.0 * math.pi)).astype(c.dtype),)"),
+    _row("hint-gelu-without-cubic", "gelu: the derivative lacks the cubic term", GELU,
+         f"{NUMPY}:gelu", "(1.0 + 3.0 * GELU_CUBIC * c2)", "1.0"),
+    _row("gelu-factor-three", "gelu: the derivative of the cubic term lacks its factor 3", GELU),
+    _row("hint-gelu-linear", "gelu: the cubic term is missing",
+         _forward(BLOCK + "feed_forward.gelu.output"),
+         f"{NUMPY}:gelu", "c2 = c * c", "c2 = 0.0 * c"),
+    _row("gelu-product-rule", "gelu: the derivative lacks the term with 1 - tanh^2", GELU),
+    # The twin bounds x, since it may; with this mistake the bound would matter.
+    _row("hint-gelu-tanh", "gelu: the derivative of tanh is 1 - tanh, not 1 - tanh^2", GELU,
+         f"{NUMPY}:gelu", "c * (1.0 - t * t) * du",
+         "x.data * (1.0 - t) * SQRT_2_OVER_PI * (1.0 + 3.0 * GELU_CUBIC * x.data**2)"),
+)
+LINEAR_ROWS = (
+    _row("linear-bias-mean", "linear: the bias gradient is the mean over all rows, not the sum",
+         _parameter("output.output.bias")),
+    _row("hint-bias-batch-mean",
+         "linear: the bias gradient is the mean over the batch, not the sum",
+         _parameter("output.output.bias"), f"{NUMPY}:linear",
+         "g2.sum(axis=0)", "grad.mean(axis=0).sum(axis=0)"),
+    _row("hint-bias-first", "linear: the bias gradient is that of the first batch element",
+         _parameter("output.output.bias"), f"{NUMPY}:linear", "g2.sum(axis=0)",
+         "grad[0].sum(axis=0)"),
+    _row("linear-bias-first-row", "linear: the bias gradient is that of the first token",
+         _parameter("output.output.bias")),
+    _row("hint-weight-first", "linear: the weight gradient is that of the first batch element",
+         _parameter("output.output.weight"), f"{NUMPY}:linear", "g2.T @ x2",
+         "grad[0].T @ x.data[0]"),
+    _row("linear-bias-missing", "linear: the bias is not added",
+         _forward(BLOCK + "attention.output.output")),
+    _row("hint-weight-read-as-in-out",
+         "linear: the memory of the weight, (out, in), is read as (in, out)",
+         _forward(BLOCK + "attention.output.output"), TORCH_LINEAR,
+         "self.weight, ", "self.weight.reshape(self.weight.shape[::-1]).T, "),
+    _row("linear-input-gradient-reshaped",
+         "linear: the input's gradient reads the weight, (out, in), as (in, out)", LINEAR_INPUT),
+)
+LOSS_ROWS = (
+    _row("hint-loss-sum", "loss: the sum over all tokens, not the mean",
+         {"all": "loss", "parameters": "loss"}, f"{TORCH}:cross_entropy",
+         "targets.reshape(-1))", 'targets.reshape(-1), reduction="sum")'),
+    _row("hint-loss-by-batch", "loss: divided by B, not by B*T",
+         {"all": "loss", "parameters": "loss"}, f"{TORCH}:cross_entropy",
+         "targets.reshape(-1))", 'targets.reshape(-1), reduction="sum") / len(logits)'),
+    _row("hint-loss-sum-backward", "loss: the gradient lacks 1/(B*T)",
+         _backward("output.output.output", "output.output.bias"), f"{NUMPY}:cross_entropy",
+         "grad / len(x)", "grad"),
+    _row("loss-minus-one", "loss: the gradient lacks the minus one at the target",
+         _backward("output.output.output", "output.output.bias")),
+    _row("hint-targets-early",
+         "loss: targets are shifted by one along T (each one place too early)",
+         {"all": "loss", "parameters": "loss"}, f"{TORCH}:cross_entropy",
+         "targets.reshape(-1))", "targets.roll(-1, dims=-1).reshape(-1))", suitable=_targets_move),
+    _row("hint-targets-late",
+         "loss: targets are shifted by one along T (each one place too late)",
+         {"all": "loss", "parameters": "loss"}, f"{TORCH}:cross_entropy",
+         "targets.reshape(-1))", "targets.roll(1, dims=-1).reshape(-1))", suitable=_targets_move),
+    _row("loss-clipped", "loss: probabilities are clipped at 1e-10 (another loss, same gradient)",
+         {"all": "loss", "parameters": "loss"}, confident=True),
+)
+
+
+def _low_precision(name: str) -> tuple[HintRow, ...]:
+    """Products of linear maps, scores and contexts whose operands are rounded to a format."""
+    short = f'{LOW}(x, "{name}")'
+    return (
+        _row(f"hint-linear-{name}", f"linear: operands of the matrix product are rounded to {name}",
+             _forward(BLOCK + "attention.output.output"), f"{NUMPY}:linear", NUMPY_LINEAR,
+             LOW_LINEAR.replace("SHORT", short)),
+        _row(f"hint-scores-{name}", f"scores: operands of the matrix product are rounded to {name}",
+             _forward(BLOCK + "attention.mask.input"), f"{TENSOR}.__matmul__", NUMPY_MATMUL,
+             LOW_MATMUL.replace("SHORT", f'{short} if b.op == "transpose" else x')),
+        _row(f"hint-context-{name}",
+             f"context: operands of the matrix product are rounded to {name}",
+             _forward(BLOCK + "attention.output.input"), f"{TENSOR}.__matmul__", NUMPY_MATMUL,
+             LOW_MATMUL.replace("SHORT", f'x if b.op == "transpose" else {short}')),
+    )
+
+
+LOW_PRECISION_ROWS = tuple(
+    row for name in ("tf32", "bfloat16", "float16") for row in _low_precision(name)
+)
+
+# --- Training steps
+
+MOMENT = "exp_avg/embedding.embedding.weight"
+WEIGHT = "weight/embedding.embedding.weight"
+ADAMW = "torch.optim.AdamW(\n        groups,"
+
+
+def _step_row(
+    name: str, hint: str, first: Mapping[Part, str], place: str = "", old: str = "", new: str = "",
+    backend: str = "", **models: Any,
+) -> HintRow:  # fmt: skip
+    return _row(name, hint, first, place, old, new, backend, steps=STEPS, **models)
+
+
+STEP_ROWS = (
+    _step_row("adamw-l2-of-adam", "AdamW: decay is added to the gradient (L2), not taken from the "
+              "weight", _step(MOMENT)),
+    _step_row("hint-adamw-l2-on-biases",
+              "AdamW: decay is added to the gradient (L2), of biases too",
+              _step(MOMENT), f"{TORCH_ADAMW}.__init__", ADAMW,
+              ADAMW.replace("AdamW", "Adam").replace("groups", "self.parameters")),
+    _step_row("hint-adamw-decay-on-biases", "AdamW: biases decay too",
+              _step(r"weight/transformers\.0\.attention\.output\.bias"),
+              f"{TORCH_ADAMW}.__init__", ADAMW, ADAMW.replace("groups", "self.parameters")),
+    _step_row("adamw-no-decay", "AdamW: nothing decays", _step(WEIGHT)),
+    _step_row("adamw-decay-without-rate", "AdamW: decay is not multiplied by the learning rate",
+              _step(WEIGHT)),
+    _step_row("adamw-eps-inside-root", "AdamW: eps is added inside the root", _step(WEIGHT)),
+    _step_row("hint-adamw-no-correction",
+              "AdamW: the moments are not corrected for their start at 0", _step(WEIGHT),
+              f"{NUMPY_ADAMW}.step",
+              """\
+        denominator = np.sqrt(v) / math.sqrt(1.0 - beta2**t) + self.eps
+        w -= self.lr / (1.0 - beta1**t) * m / denominator""",
+              "        w -= self.lr * m / (np.sqrt(v) + self.eps)"),
+    _step_row("clip-per-tensor", "clip: each tensor is clipped by its own norm", _step(MOMENT),
+              optimizer={"max_norm": 0.1}),
+    _step_row("clip-never", "clip: gradients are not clipped", _step(MOMENT),
+              optimizer={"max_norm": 0.1}),
+    _step_row("clip-always", "clip: short gradients are stretched to max_norm too", _step(MOMENT),
+              optimizer={"max_norm": 1e4}),
+    _step_row("hint-stale", "stale: the gradient is that of the previous step",
+              _step("grad_norm", 2), f"{LAYERS}:Parameter.accumulate_grad",
+              "np.copyto(self.grad_view, grad)",
+              'np.copyto(self.grad_view, self.attributes.get("before", grad))\n'
+              '        self.attributes["before"] = grad.copy()'),
+    _step_row("training-zero-grad-missing",
+              "accumulated: the gradients of earlier steps are still there (no zero_grad)",
+              _step("grad_norm", 2)),
+    _step_row("hint-doubled", "doubled: every gradient counts twice", _step("grad_norm"),
+              f"{TRAINING}:GPTTrainer.train_step", "loss.backward()",
+              "loss.backward(retain_graph=True)\n            loss.backward()", backend="torch"),
+)
+
+# --- What a tensor looks like by itself
+
+
+def _factor(name: str) -> str:
+    """A hint that names a factor, perhaps among others of the same size."""
+    return re.escape("a constant factor: ") + "(.*, or )?" + re.escape(name) + "( |$)"
+
+
+def _factor_row(name: str, factor: str, first: Mapping[Part, str], *change: str) -> HintRow:
+    return replace(_row(name, f"a factor of {factor}", first, *change), hint=_factor(factor))
+
+
+def _loss_factor(name: str, factor: str, code: str) -> HintRow:
+    """The gradient of the logits times a factor, `code` in the source of cross_entropy."""
+    return _factor_row(
+        f"hint-factor-{name}", factor, _backward("output.output.output", "output.output.bias"),
+        f"{NUMPY}:cross_entropy", "(grad / len(x))", f"(grad / len(x) {code})",
+    )
+
+
+def _scores_factor(name: str, factor: str, new: str) -> HintRow:
+    """Scores times a factor, in PyTorch."""
+    return _factor_row(
+        f"hint-factor-{name}", factor, _forward(BLOCK + "attention.mask.input"),
+        f"{TORCH_GPT}:GPTAttention.forward", "/ math.sqrt(x.shape[-1])", new,
+    )
+
+
+# The loss alone says little of scores, so the tensor itself must be there.
+def _seen(row: HintRow) -> HintRow:
+    return replace(row, first={"all": row.first["all"]})
+
+
+FACTOR_ROWS = (
+    _loss_factor("bt", "B*T", "* len(x)"),
+    _loss_factor("inverse-bt", "1/(B*T)", "/ len(x)"),
+    _loss_factor("bessel-bt", "n/(n-1) with n = B*T", "* len(x) / (len(x) - 1)"),
+    _loss_factor("bessel-bt-inverted", "(n-1)/n with n = B*T", "/ len(x) * (len(x) - 1)"),
+    _loss_factor("b", "B", "* len(targets)"),
+    _loss_factor("inverse-b", "1/B", "/ len(targets)"),
+    _loss_factor("bessel-b", "n/(n-1) with n = B", "* len(targets) / (len(targets) - 1)"),
+    _loss_factor("bessel-b-inverted", "(n-1)/n with n = B", "/ len(targets) * (len(targets) - 1)"),
+    _loss_factor("t", "T", "* targets.shape[1]"),
+    _loss_factor("inverse-t", "1/T", "/ targets.shape[1]"),
+    _loss_factor("bessel-t", "n/(n-1) with n = T", "* targets.shape[1] / (targets.shape[1] - 1)"),
+    _loss_factor("bessel-t-inverted", "(n-1)/n with n = T",
+                 "/ targets.shape[1] * (targets.shape[1] - 1)"),
+    _loss_factor("v", "V", "* vocab_size"),
+    _loss_factor("inverse-v", "1/V", "/ vocab_size"),
+    _loss_factor("bessel-v", "n/(n-1) with n = V", "* vocab_size / (vocab_size - 1)"),
+    _loss_factor("bessel-v-inverted", "(n-1)/n with n = V", "/ vocab_size * (vocab_size - 1)"),
+    _seen(_scores_factor("e", "E", "* math.sqrt(x.shape[-1])")),
+    _seen(_scores_factor("inverse-e", "1/E", "/ x.shape[-1] ** 1.5")),
+    _seen(_scores_factor("bessel-e", "n/(n-1) with n = E",
+                         "* math.sqrt(x.shape[-1]) / (x.shape[-1] - 1)")),
+    _seen(_scores_factor("bessel-e-inverted", "(n-1)/n with n = E",
+                         "* (x.shape[-1] - 1) / x.shape[-1] ** 1.5")),
+    _seen(_scores_factor("root", "sqrt(E)", "")),
+    _seen(_scores_factor("inverse-root", "1/sqrt(E)", "/ x.shape[-1]")),
+    _loss_factor("two", "2 (counted twice: two backward passes, no zero_grad?)", "* 2.0"),
+    _loss_factor("half", "1/2", "/ 2.0"),
+    _loss_factor("sign", "-1 (the sign)", "* -1.0"),
+    replace(_loss_factor("unknown", "0.37", "* 0.37"), hint=re.escape("a constant factor of 0.37"),
+            suitable=_four_tokens),
+    _factor_row("hint-counted-twice", "2 (counted twice: two backward passes, no zero_grad?)",
+                _parameter("output.output.bias"), f"{LAYERS}:Parameter.accumulate_grad",
+                "np.copyto(self.grad_view, grad)", "np.copyto(self.grad_view, grad + grad)"),
+)
+
+TORCH_SUM = "self.embedding(tokens) + self.positional_embedding(positions)"
+
+
+def _sum_row(name: str, hint: str, new: str, **models: Any) -> HintRow:
+    """The sum of both embeddings changed, in PyTorch."""
+    return _row(
+        f"hint-{name}", hint, {"all": re.escape("value/embedding.output")},
+        f"{TORCH_GPT}:GPTEmbedding.forward", f"return {TORCH_SUM}",
+        f"y = {TORCH_SUM}\n    return {new}", **models,
+    )  # fmt: skip
+
+
+APPEARANCE_ROWS = (
+    # Indexing makes a copy, which is then added to.
+    _row("hint-zero", "zero: never computed, or never written", _parameter(POSITIONS),
+         f"{NUMPY}:embedding", "dtable[rows] = np.add.reduceat(",
+         "copy = dtable[rows]\n        copy += np.add.reduceat("),
+    _row("linear-weight-gradient-reshaped", "reshaped where it should be transposed",
+         _parameter("output.output.weight"), suitable=_oblong_output),
+    _row("hint-transposed", "transposed", _parameter("output.output.weight"), f"{NUMPY}:linear",
+         "g2.T @ x2,", "(x2.T @ g2).reshape(weight.shape),", suitable=_square_output),
+    _row("hint-time-first", "batch and time are exchanged",
+         {"all": re.escape("value/embedding.embedding.output")},
+         f"{TORCH_GPT}:GPTEmbedding.forward", "self.embedding(tokens)", "self.embedding(tokens.T)",
+         suitable=_square_batch),
+    _sum_row("late-wrapped", "shifted along T, one place too late (wrapped around)",
+             "y.roll(1, dims=1)"),
+    _sum_row("late-zeros", "shifted along T, one place too late (zeros at the edge)",
+             "torch.cat([torch.zeros_like(y[:, :1]), y[:, :-1]], dim=1)"),
+    _sum_row("early-wrapped", "shifted along T, one place too early (wrapped around)",
+             "y.roll(-1, dims=1)"),
+    _sum_row("early-zeros", "shifted along T, one place too early (zeros at the edge)",
+             "torch.cat([y[:, 1:], torch.zeros_like(y[:, :1])], dim=1)"),
+    _row("hint-positions-gradient-early",
+         "shifted along T, one place too early (wrapped around)", _parameter(POSITIONS),
+         f"{NUMPY}:embedding", "dtable[rows] =", "dtable[rows - 1] ="),
+    _sum_row("values-tf32", "values are rounded to tf32",
+             f'y + (torch.from_numpy({LOW}(y.detach().numpy(), "tf32")) - y).detach()'),
+    _sum_row("values-bfloat16", "values are rounded to bfloat16", "y.bfloat16().to(y.dtype)"),
+    _sum_row("values-float16", "values are rounded to float16", "y.half().to(y.dtype)"),
+    _sum_row("values-float32", "values are rounded to float32", "y.float().to(y.dtype)",
+             dtypes=("float64",)),
+)
+# fmt: on
+
+HINT_ROWS: tuple[HintRow, ...] = (
+    *EMBEDDING_ROWS, *ATTENTION_ROWS, *MASK_ROWS, *SOFTMAX_ROWS, *GELU_ROWS, *LINEAR_ROWS,
+    *LOSS_ROWS, *LOW_PRECISION_ROWS, *STEP_ROWS, *FACTOR_ROWS, *APPEARANCE_ROWS,
+)  # fmt: skip

@@ -1,0 +1,135 @@
+"""What the oracle says of planted mistakes: the first wrong tensor, and verified explanations."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gpt_parity.oracle import hints
+from gpt_parity.oracle.check import check_arrays
+from gpt_parity.oracle.mistakes import HYPOTHESES
+from gpt_parity.oracle.rounding import UNITS, rounded
+from gpt_parity.oracle.step_mistakes import STEP_MISTAKES
+from parity_tests.candidates import random_bundle, submission
+from parity_tests.planted import planted
+from parity_tests.planted.hint_rows import HINT_ROWS, HintRow, Models, diagnose, low, model
+from parity_tests.record import record
+
+MOST_OTHERS = 2  # explanations that cannot be told apart, in small models
+MODELS = 4  # drawn once for all rows that need the same kind of model
+
+
+@pytest.mark.parametrize("row", HINT_ROWS, ids=lambda row: row.name)
+def test_a_planted_mistake_is_named(row: HintRow) -> None:
+    seed = zlib.crc32(row.name.encode())
+    parts = list(row.first)
+    for part, k in ((parts[0], seed % MODELS), (parts[-1], (seed + 1) % MODELS)):
+        said = diagnose(row, part, k, "float64")
+        assert said.first_right, f"{part} of model {k}: {said.first}"
+        assert said.hint_right, f"{part} of model {k}: {said.others}"
+        assert len(said.others) <= MOST_OTHERS, f"{part} of model {k}: {said.others}"
+
+
+@pytest.mark.parametrize("name", ["gelu-erf", "mask-fill-weak", "hint-scale-forgotten"])
+def test_gradients_alone_betray_a_mistake_in_a_value(name: str) -> None:
+    row = next(row for row in HINT_ROWS if row.name == name)
+    bundle = model(row.models, 1)
+    with planted(row.bug):
+        mine = submission(row.backend, bundle, "float64", "parameters")
+    report = check_arrays({k: a for k, a in mine.items() if k != "loss"}, bundle)
+    assert any(row.is_given(hint) for hint in report.hints), str(report)
+    (operation,) = (note for note in report.notes if note.startswith("operation: "))
+    # All of the forward pass and some of the backward pass stand between what was handed in.
+    assert re.match(r"operation: one of \d+, tokens at embedding\.embedding to vjp of ", operation)
+
+
+def test_names_of_rows_are_unique() -> None:
+    names = [row.name for row in HINT_ROWS]
+    assert len(set(names)) == len(names)
+
+
+def test_every_mistake_has_a_row() -> None:
+    planted = {row.mistake for row in HINT_ROWS}
+    known = {h.description for h in HYPOTHESES} | {description for description, _ in STEP_MISTAKES}
+    assert known <= planted
+
+
+def test_every_look_of_a_tensor_has_a_row() -> None:
+    looks = list(_looks())
+    assert len(looks) >= len(hints.TENSOR_HINTS)
+    for start in looks:
+        assert any(row.hint.startswith(re.escape(start)) for row in HINT_ROWS), start
+
+
+def _looks() -> Iterator[str]:
+    """How the texts begin that explanations of a tensor by itself can have."""
+    for function in hints.TENSOR_HINTS:
+        for node in ast.walk(ast.parse(inspect.getsource(function))):
+            if isinstance(node, ast.Yield) and isinstance(node.value, ast.Tuple):
+                text = node.value.elts[0]
+                first = text.values[0] if isinstance(text, ast.JoinedStr) else text
+                if isinstance(first, ast.FormattedValue):
+                    yield str(getattr(hints, ast.unparse(first.value)))
+                else:
+                    yield ast.literal_eval(first)
+
+
+def test_every_factor_has_a_row() -> None:
+    bundle = model(Models(None, 0, False, ()), 0)
+    for name, _ in hints.factors(bundle):
+        assert any(row.is_given(f"a constant factor: {name}") for row in HINT_ROWS), name
+
+
+@pytest.mark.parametrize("name", ["tf32", "bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+def test_both_ways_of_rounding_agree(name: str, dtype: str) -> None:
+    x = np.random.default_rng(0).standard_normal(1000).astype(dtype)
+    assert low(x, name).dtype == dtype
+    assert not np.array_equal(low(x, name), x)
+    np.testing.assert_array_equal(low(x, name), rounded(x, UNITS[name]))
+
+
+@settings(max_examples=12)  # each draws a reference, and judges eight correct candidates by it
+@given(st.integers(0, 2**31), st.integers(0, 2))
+def test_a_correct_candidate_passes_without_a_hint(seed: int, steps: int) -> None:
+    bundle = random_bundle(np.random.default_rng(seed), steps)
+    for backend in ("numpy", "torch"):
+        for dtype in ("float64", "float32"):
+            for part in ("all", "parameters"):
+                report = check_arrays(submission(backend, bundle, dtype, part), bundle)
+                assert report.ok, f"{backend} {dtype} {part}: {report}"
+                assert report.hints == ()
+
+
+@pytest.mark.parametrize("part", ["all", "parameters"])
+@pytest.mark.parametrize("seed", range(MODELS))
+def test_an_unknown_mistake_gets_no_hint(part: str, seed: int) -> None:
+    bundle = model(Models(None, 0, False, ()), seed)
+    for key in ("grad/output.output.weight", "grad/transformers.0.feed_forward.input.weight"):
+        mine = submission("torch", bundle, "float64", part)
+        noise = np.random.default_rng(seed).standard_normal(mine[key].shape)
+        mine[key] = mine[key] + 0.3 * np.linalg.norm(mine[key]) * noise / np.linalg.norm(noise)
+        report = check_arrays(mine, bundle)
+        assert report.first is not None
+        assert report.first.name == key
+        assert report.hints == ()
+
+
+def test_the_long_run_is_recorded_in_its_own_page(tmp_path: Path) -> None:
+    page = tmp_path / "docs" / "oracle.md"
+    record("One", ["one"], page)
+    page.write_text(f"# Oracle\n\nProse.\n\n{page.read_text()}", encoding="utf-8")
+    record("Two", ["two"], page)
+    record("One", ["other"], page)
+    text = page.read_text(encoding="utf-8")
+    assert re.findall("^#+ .*", text, re.MULTILINE) == ["# Oracle", "## One", "## Two"]
+    assert "Prose." in text and "two" in text and "\nother\n" in text and "\none\n" not in text
