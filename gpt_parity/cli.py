@@ -116,7 +116,7 @@ def export(*, config: Annotated[ExportConfig, Parameter(name="*")]) -> int:
     with thread_limit(1, "numpy"):
         from gpt_parity.arrays import require_free
         from gpt_parity.oracle.bundle import save_bundle
-        from gpt_parity.oracle.export import export as run
+        from gpt_parity.oracle.subject import export as run
 
         require_free(config.out, config.overwrite)
         bundle = run(config)
@@ -139,7 +139,7 @@ def check(mine: Path, /, *, config: Annotated[CheckConfig, Parameter(name="*")])
         Your arrays by the bundle's names, any part of them: safetensors, npz, or a folder of npy.
     """
     with thread_limit(1, "numpy"):
-        from gpt_parity.oracle.check import check_file, report_json
+        from gpt_parity.oracle.verdict import check_file, report_json
 
         report = check_file(mine, config)
         text = report_json(report) if config.json else str(report)

@@ -10,9 +10,9 @@ import numpy as np
 from gpt_parity.backends import build_model, load_backend
 from gpt_parity.config import GPTConfig
 from gpt_parity.oracle.bundle import STEP, Bundle, make_bundle, pass_arrays, step_key
-from gpt_parity.oracle.export import order_one
 from gpt_parity.oracle.graph import GRAD, LOSS_KEY
 from gpt_parity.oracle.lockstep import Runner
+from gpt_parity.oracle.subject import order_one
 from gpt_parity.oracle.trace import trace
 from gpt_parity.weights import set_weights
 

@@ -19,7 +19,7 @@ from gpt_parity.arrays import read_arrays, write_arrays
 from gpt_parity.cli import main
 from gpt_parity.config import ExportConfig
 from gpt_parity.oracle.bundle import Bundle, load_bundle, save_bundle
-from gpt_parity.oracle.export import export
+from gpt_parity.oracle.subject import export
 from parity_tests.candidates import submission
 from parity_tests.comparers import assert_same_bits
 

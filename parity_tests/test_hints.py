@@ -14,11 +14,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpt_parity.oracle import hints
-from gpt_parity.oracle.check import check_arrays
+from gpt_parity.oracle import likeness
 from gpt_parity.oracle.mistakes import HYPOTHESES
 from gpt_parity.oracle.rounding import UNITS, rounded
 from gpt_parity.oracle.step_mistakes import STEP_MISTAKES
+from gpt_parity.oracle.verdict import check_arrays
 from parity_tests.candidates import random_bundle, submission
 from parity_tests.planted import planted
 from parity_tests.planted.hint_rows import HINT_ROWS, HintRow, Models, diagnose, low, model
@@ -65,27 +65,27 @@ def test_every_mistake_has_a_row() -> None:
 
 def test_every_look_of_a_tensor_has_a_row() -> None:
     looks = list(_looks())
-    assert len(looks) >= len(hints.TENSOR_HINTS)
+    assert len(looks) >= len(likeness.TENSOR_HINTS)
     for start in looks:
         assert any(row.hint.startswith(re.escape(start)) for row in HINT_ROWS), start
 
 
 def _looks() -> Iterator[str]:
     """How the texts begin that explanations of a tensor by itself can have."""
-    for function in hints.TENSOR_HINTS:
+    for function in likeness.TENSOR_HINTS:
         for node in ast.walk(ast.parse(inspect.getsource(function))):
             if isinstance(node, ast.Yield) and isinstance(node.value, ast.Tuple):
                 text = node.value.elts[0]
                 first = text.values[0] if isinstance(text, ast.JoinedStr) else text
                 if isinstance(first, ast.FormattedValue):
-                    yield str(getattr(hints, ast.unparse(first.value)))
+                    yield str(getattr(likeness, ast.unparse(first.value)))
                 else:
                     yield ast.literal_eval(first)
 
 
 def test_every_factor_has_a_row() -> None:
     bundle = model(Models(None, 0, False, ()), 0)
-    for name, _ in hints.factors(bundle):
+    for name, _ in likeness.factors(bundle):
         assert any(row.is_given(f"a constant factor: {name}") for row in HINT_ROWS), name
 
 

@@ -20,7 +20,7 @@ import pytest
 from gpt_parity.cli import main
 from gpt_parity.config import CheckConfig
 from gpt_parity.oracle.bundle import load_bundle
-from gpt_parity.oracle.check import check, check_file
+from gpt_parity.oracle.verdict import check, check_file
 from parity_tests.interop import autograd_gpt, torch_function_gpt
 
 HERE = Path(__file__).resolve().parent / "interop"

@@ -70,7 +70,7 @@ import sys
 import numpy
 before = set(sys.modules)
 import gpt_parity, numpy_impl
-heavy = {"torch", "rich", "cyclopts", "safetensors", "multiprocessing", "hypothesis", "pytest", "matplotlib"}
+heavy = {"torch", "rich", "cyclopts", "safetensors", "multiprocessing", "hypothesis", "matplotlib"}
 assert not heavy & (set(sys.modules) - before), heavy & set(sys.modules)
 """
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)

@@ -17,7 +17,7 @@ import numpy as np
 
 from gpt_parity.config import GPTConfig
 from gpt_parity.oracle.bundle import Bundle
-from gpt_parity.oracle.check import check_arrays
+from gpt_parity.oracle.verdict import check_arrays
 from parity_tests.candidates import Part, Suitable, random_bundle, submission
 from parity_tests.planted import PlantedBug, planted
 from parity_tests.planted.table import (

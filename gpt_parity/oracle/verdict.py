@@ -8,6 +8,7 @@ import json
 import math
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,12 @@ import numpy as np
 from gpt_parity.arrays import read_arrays
 from gpt_parity.config import PRESETS, CheckConfig, ExportConfig
 from gpt_parity.oracle.bundle import TOLERANCE, WEIGHT, Bundle, load_bundle, measured
-from gpt_parity.oracle.compare import FORWARD, Judgement, Report, compare
-from gpt_parity.oracle.export import export
-from gpt_parity.oracle.graph import GRAD, graph
-from gpt_parity.oracle.hints import Case, hints, suspected
+from gpt_parity.oracle.case import Case
+from gpt_parity.oracle.compare import FORWARD, PARAMETER, Judgement, Report, compare
+from gpt_parity.oracle.graph import GRAD, LOSS_KEY, graph
+from gpt_parity.oracle.hints import hints, suspected
 from gpt_parity.oracle.rounding import UNITS, Unit
+from gpt_parity.oracle.subject import export
 from gpt_parity.oracle.tolerance import Tolerance
 from gpt_parity.tensors import as_array
 from numpy_impl.gpt import check_mask_value
@@ -31,6 +33,8 @@ Arrays = dict[str, np.ndarray]
 CARRIERS = {"tf32": ("float32",), "bfloat16": ("float32",), "float16": ("float16", "float32")}
 # Names in a line of the report.
 LISTED = 3
+# Step of a central difference, relative to the weights: its error is near 1e-10 of the derivative.
+DIFFERENCE = 1e-5
 
 
 def check_file(mine: Path, config: CheckConfig) -> Report:
@@ -83,7 +87,50 @@ def check(
         mine[key] = as_array(gradient)
     if isinstance(loss, float):
         mine["loss"] = mine["loss"].astype(carrier)
-    return check_arrays(mine, bundle, unit.name)
+    report = check_arrays(mine, bundle, unit.name)
+    if dtype != "float64":  # differences of a float32 loss tell little
+        return report
+    notes = (*report.notes, *_own_derivative(fn, bundle, report, mine))
+    return replace(report, notes=notes)
+
+
+def _own_derivative(
+    fn: Callable[..., Any], bundle: Bundle, report: Report, mine: Arrays
+) -> Iterable[str]:
+    """Whether a wrong gradient is the derivative of the candidate's own loss.
+
+    It is where the two compute different functions; it is not where the backward pass is wrong.
+    The derivative along one random direction comes from a central difference.
+    """
+    wrong = [j.name for j in report.judgements if not j.ok and j.kind == PARAMETER]
+    finite = all(np.isfinite(mine[key]).all() for key in (LOSS_KEY, *wrong[:1]))
+    if not wrong or not finite:
+        return
+    name = wrong[0].removeprefix(GRAD)
+    weight = bundle.weights[name].astype(np.float64)
+    direction = np.random.default_rng(0).standard_normal(weight.shape)
+    step = DIFFERENCE * max(float(np.linalg.norm(weight)), 1e-3) / float(np.linalg.norm(direction))
+
+    def loss(sign: int) -> float:
+        moved = {n: w.astype(np.float64) for n, w in bundle.weights.items()}
+        moved[name] = weight + sign * step * direction
+        return float(as_array(fn(moved, bundle.tokens.copy(), bundle.targets.copy())[0]))
+
+    numeric = (loss(1) - loss(-1)) / (2.0 * step)
+    own, theirs = (float((g * direction).sum()) for g in (mine[wrong[0]], bundle.arrays[wrong[0]]))
+    apart = 0.01 * abs(own - theirs)
+    if abs(numeric - own) <= apart:
+        yield (
+            f"vote: your gradient of {name} is the derivative of your own loss; you compute "
+            "another function, and its backward pass is right"
+        )
+    elif abs(numeric - theirs) <= apart:
+        yield (
+            f"vote: the derivative of your own loss by {name} is the reference's; your backward "
+            "pass is wrong"
+        )
+    elif abs(numeric) < math.inf and apart > 1e-8 * abs(numeric):
+        yield f"vote: your gradient of {name} is neither yours nor the reference's derivative"
 
 
 def _reference(reference: Bundle | Path | str, seed: int) -> Bundle:

@@ -1,0 +1,164 @@
+"""The oracle from Python: functions of loss and gradients, the fixture, what a report says."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from gpt_parity.config import PRESETS, ExportConfig
+from gpt_parity.oracle import Bundle, Report, check, save_bundle
+from gpt_parity.oracle.compare import LONGEST
+from gpt_parity.oracle.subject import export
+from parity_tests.interop.torch_function_gpt import CausalAttention, loss_and_gradients
+
+ROOT = Path(__file__).resolve().parents[1]
+Arrays = dict[str, np.ndarray]
+
+
+@pytest.fixture(scope="module")
+def bundle() -> Bundle:
+    return export(ExportConfig(out=Path("ref"), preset="tiny"))
+
+
+def forgetful(weights: Arrays, tokens: np.ndarray, targets: np.ndarray) -> Any:
+    """Right forward, and a backward pass in which the key gets no gradient."""
+
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        x, p = ctx.saved_tensors
+        dp = grad @ x.mT
+        ds = p * (dp - (dp * p).sum(dim=-1, keepdim=True)) / x.shape[-1] ** 0.5
+        return p.mT @ grad + ds @ x
+
+    right = CausalAttention.backward
+    CausalAttention.backward = staticmethod(backward)
+    try:
+        return loss_and_gradients(weights, tokens, targets)
+    finally:
+        CausalAttention.backward = staticmethod(right)
+
+
+def unscaled(weights: Arrays, tokens: np.ndarray, targets: np.ndarray) -> Any:
+    """Another function with its own right gradient: the loss is twice as large."""
+    loss, gradients = loss_and_gradients(weights, tokens, targets)
+    return 2.0 * loss, {name: 2.0 * g for name, g in gradients.items()}
+
+
+def drifting(weights: Arrays, tokens: np.ndarray, targets: np.ndarray) -> Any:
+    """A gradient that belongs to no loss at all."""
+    loss, gradients = loss_and_gradients(weights, tokens, targets)
+    noise = np.random.default_rng(0)
+    return 2.0 * loss, {n: g + noise.standard_normal(g.shape) for n, g in gradients.items()}
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_presets_by_name(preset: str) -> None:
+    report = check(loss_and_gradients, preset, "float32", seed=1)
+    assert report.ok, str(report)
+    assert report.complete and report.hints == () and report.first is None
+    assert "floor: a relative error of" in str(report)
+
+
+def test_a_bundle_and_its_file_are_one_reference(bundle: Bundle, tmp_path: Path) -> None:
+    save_bundle(tmp_path / "ref.npz", bundle)
+    reports = [check(forgetful, reference) for reference in (bundle, tmp_path / "ref.npz")]
+    assert [j.ratio for j in reports[0].judgements] == [j.ratio for j in reports[1].judgements]
+    assert str(reports[0]) == str(reports[1])
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        (forgetful, "the derivative of your own loss by"),
+        (unscaled, "is the derivative of your own loss; you compute another function"),
+        (drifting, "is neither yours nor the reference's"),
+    ],
+)
+def test_a_function_is_asked_for_its_own_derivative(
+    bundle: Bundle, function: Any, words: str
+) -> None:
+    report = check(function, bundle)
+    assert not report.ok
+    assert sum(note.startswith("vote: ") and words in note for note in report.notes) == 1
+
+
+def test_what_a_report_says(bundle: Bundle) -> None:
+    report = check(forgetful, bundle)
+    lines = str(report).splitlines()
+    assert len(lines) <= LONGEST == 25
+    assert lines[0].startswith("float64: FAIL: ")
+    assert lines[1].startswith(f"first: {report.first.name}, ")
+    assert any("the path of x as key is missing" in hint for hint in report.hints)
+    html = report._repr_html_()
+    assert html.count("<tr>") == 1 + len(report.judgements)
+    assert "FAIL" in html
+
+
+def test_html_shows_names_as_text() -> None:
+    from gpt_parity.oracle.compare import PARAMETER, Judgement
+
+    html = Report([Judgement("<b>", PARAMETER, 2.0, 1.0)])._repr_html_()
+    assert "<b>" not in html and "&lt;b&gt;" in html
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda loss, grads: (loss, {}), None),
+        (lambda loss, grads: (loss, {"nonsense": loss}), "grad/nonsense is unknown"),
+        (lambda loss, grads: (np.float32(loss), grads), "loss is float32, needed float64"),
+        (lambda loss, grads: (float(loss), grads), None),
+        (lambda loss, grads: (torch.tensor(loss, requires_grad=True), grads), None),
+    ],
+)
+def test_what_a_function_may_return(bundle: Bundle, change: Any, message: str | None) -> None:
+    def function(*arguments: Any) -> Any:
+        return change(*loss_and_gradients(*arguments))
+
+    if message is None:
+        assert check(function, bundle).ok
+    else:
+        with pytest.raises(ValueError, match=message):
+            check(function, bundle)
+
+
+def test_a_function_gets_copies(bundle: Bundle) -> None:
+    def greedy(weights: Arrays, tokens: np.ndarray, targets: np.ndarray) -> Any:
+        result = loss_and_gradients(weights, tokens, targets)
+        for array in (*weights.values(), tokens, targets):
+            array[...] = 0
+        return result
+
+    assert check(greedy, bundle).ok
+    assert check(loss_and_gradients, bundle).ok
+
+
+def test_references_that_are_none(tmp_path: Path) -> None:
+    for reference in ("huge", tmp_path / "absent"):
+        with pytest.raises(ValueError, match="cannot be read|has another ending"):
+            check(loss_and_gradients, reference)
+    with pytest.raises(ValueError, match="dtype is 'float8'"):
+        check(loss_and_gradients, "tiny", "float8")
+
+
+def test_the_fixture_comes_with_the_package(tmp_path: Path) -> None:
+    """A project that has gpt-parity installed needs no conftest of its own."""
+    (tmp_path / "test_it.py").write_text(
+        "from parity_tests.test_oracle_api import forgetful, loss_and_gradients\n"
+        "def test_right(gradient_oracle):\n"
+        "    assert gradient_oracle(loss_and_gradients, 'tiny', dtype='float32').ok\n"
+        "def test_wrong(gradient_oracle):\n"
+        "    gradient_oracle(forgetful, 'tiny')\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "gpt_parity.pytest_plugin", str(tmp_path)],
+        cwd=ROOT, capture_output=True, text=True,
+    )  # fmt: skip
+    assert "1 failed, 1 passed" in done.stdout, done.stdout + done.stderr
+    assert "hint: attention: the path of x as key is missing" in done.stdout
+    assert "Traceback" not in done.stdout
