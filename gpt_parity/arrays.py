@@ -9,9 +9,12 @@ content gives the same bytes. Nothing is ever unpickled.
 from __future__ import annotations
 
 import io
+import lzma
 import math
 import os
+import re
 import shutil
+import stat
 import uuid
 import zipfile
 import zlib
@@ -30,39 +33,30 @@ SAFETENSORS, NPZ = ".safetensors", ".npz"
 Arrays = dict[str, np.ndarray]
 
 
-def require_free(path: Path, overwrite: bool = False) -> None:
-    """Raise OSError unless `write_arrays` may write to `path`: nothing of another kind is lost.
-
-    A file is replaced; a folder only with `overwrite`, and only if it holds a manifest.
-    """
-    if path.suffix in (SAFETENSORS, NPZ):
-        if path.is_dir():
-            raise IsADirectoryError(f"{path}: is a folder, the name of a file is needed")
-    elif path.exists():
-        if not (path / MANIFEST).is_file():
-            raise FileExistsError(f"{path}: exists and is no folder of arrays, a new one is needed")
-        if not overwrite:
-            raise FileExistsError(f"{path}: exists already; --overwrite replaces it")
-    if not path.parent.is_dir():
-        raise FileNotFoundError(f"{path}: its folder does not exist")
-
-
-def write_arrays(
-    path: Path, arrays: Mapping[str, np.ndarray], manifest: str, *, overwrite: bool = False
-) -> None:
+def write_arrays(path: Path, arrays: Mapping[str, np.ndarray], manifest: str) -> None:
     """Write whole or not at all, in the form that the ending says: a folder for any other ending.
 
-    Raises OSError that names `path`, also where `require_free` does.
+    What was there is replaced, folders too. Raises OSError that names `path`, ValueError for .npy.
     """
     path = Path(path)
-    require_free(path, overwrite)
+    suffix = path.suffix.lower()
+    if suffix == ".npy":
+        raise ValueError(
+            f"{path}: one npy file holds no names, a folder, .npz or .safetensors does"
+        )
     contiguous = {name: np.asarray(array, order="C") for name, array in arrays.items()}
-    if path.suffix == SAFETENSORS:
+    if suffix == SAFETENSORS:
         write_atomically(path, save(contiguous, metadata={"manifest": manifest}))
-    elif path.suffix == NPZ:
+    elif suffix == NPZ:
         write_atomically(path, _npz(contiguous, manifest))
     else:
         _write_folder(path, contiguous, manifest)
+
+
+def require_names(path: Path) -> None:
+    """Raise ValueError for a path to a single npy file, which holds one array without a name."""
+    if path.suffix.lower() == ".npy":
+        raise ValueError(f"{path}: an npy file holds no names, a folder, .npz or .safetensors does")
 
 
 def _npz(arrays: Arrays, manifest: str) -> bytes:
@@ -110,15 +104,17 @@ def read_arrays(path: Path, *, bfloat16: bool = False) -> tuple[Arrays, str | No
     that names the file and the reason for whatever is not whole.
     """
     path = Path(path)
+    suffix = path.suffix.lower()
     try:
         if path.is_dir():
             return _read_folder(path)
-        if path.suffix == SAFETENSORS:
+        _require_regular(path)
+        if suffix == SAFETENSORS:
             return _read_safetensors(path, bfloat16)
         with path.open("rb") as file:
-            if path.suffix == ".npy":
+            if suffix == ".npy":
                 return {"": _read_npy(file, path.stat().st_size)}, None
-            if path.suffix == NPZ:
+            if suffix == NPZ:
                 return _read_npz(file)
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or error
@@ -126,6 +122,12 @@ def read_arrays(path: Path, *, bfloat16: bool = False) -> tuple[Arrays, str | No
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
     raise ValueError(f"{path}: has another ending, needed .safetensors, .npz, .npy or a folder")
+
+
+def _require_regular(path: Path) -> None:
+    """A pipe or a device would be read without end; raises OSError where there is nothing."""
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise ValueError("is no regular file")
 
 
 def read_safetensors(path: Path) -> tuple[Arrays, str | None]:
@@ -141,10 +143,14 @@ def read_safetensors(path: Path) -> tuple[Arrays, str | None]:
 def _read_safetensors(path: Path, bfloat16: bool) -> tuple[Arrays, str | None]:
     with path.open("rb"):  # an error of the system is told as one
         pass
+    _require_regular(path)
     try:
         with safe_open(path, framework="numpy") as file:
             manifest = (file.metadata() or {}).get("manifest")
             kinds = {name: file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118
+            strange = [name for name, kind in kinds.items() if kind not in RAW_DTYPES]
+            if strange:
+                raise ValueError(f"{strange[0]} is {kinds[strange[0]]}, which NumPy does not have")
             if "BF16" not in kinds.values():
                 return {name: file.get_tensor(name) for name in kinds}, manifest
         if not bfloat16:
@@ -156,7 +162,10 @@ def _read_safetensors(path: Path, bfloat16: bool) -> tuple[Arrays, str | None]:
         raise ValueError(f"is not a whole safetensors file ({reason})") from error
 
 
-RAW_DTYPES = {"BF16": "<u2", "F16": "<f2", "F32": "<f4", "F64": "<f8", "I64": "<i8", "I32": "<i4"}
+RAW_DTYPES = {
+    "BF16": "<u2", "F16": "<f2", "F32": "<f4", "F64": "<f8", "BOOL": "?", "U8": "u1", "I8": "i1",
+    "U16": "<u2", "I16": "<i2", "U32": "<u4", "I32": "<i4", "U64": "<u8", "I64": "<i8",
+}  # fmt: skip
 
 
 def _from_raw(raw: dict[str, Any]) -> np.ndarray:
@@ -180,18 +189,27 @@ def _read_npz(file: BinaryIO) -> tuple[Arrays, str | None]:
                             raise ValueError(f"{name} stands twice, each name is needed once")
                         arrays[name] = _named_npy(name, member, info.file_size)
             return arrays, manifest
-    except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError) as error:
+    except (
+        zipfile.BadZipFile, zlib.error, lzma.LZMAError, EOFError, NotImplementedError, RuntimeError,
+    ) as error:  # fmt: skip
         raise ValueError(f"is not a whole npz file ({error})") from error
 
 
 def _read_folder(path: Path) -> tuple[Arrays, str | None]:
     arrays = {}
-    for file in sorted(path.rglob("*.npy")):
-        name = file.relative_to(path).with_suffix("").as_posix()
-        with file.open("rb") as stream:
-            arrays[name] = _named_npy(name, stream, file.stat().st_size)
+    for folder, folders, names in os.walk(path):
+        for name in folders:
+            if (Path(folder) / name).is_symlink():
+                raise ValueError(f"{name} is a symbolic link, a folder is needed")
+        for file in (Path(folder) / name for name in names if name.endswith(".npy")):
+            key = file.relative_to(path).with_suffix("").as_posix()
+            _require_regular(file)
+            with file.open("rb") as stream:
+                arrays[key] = _named_npy(key, stream, file.stat().st_size)
     manifest = path / MANIFEST
-    return arrays, manifest.read_text(encoding="utf-8") if manifest.is_file() else None
+    return dict(sorted(arrays.items())), (
+        manifest.read_text(encoding="utf-8") if manifest.is_file() else None
+    )
 
 
 def _named_npy(name: str, stream: Any, size: int) -> np.ndarray:
@@ -201,24 +219,38 @@ def _named_npy(name: str, stream: Any, size: int) -> np.ndarray:
         raise ValueError(f"{name}: {error}") from error
 
 
+# The header of an npy file is a Python dictionary; it is read here without evaluating anything.
+NPY_HEADER = {
+    "descr": re.compile(r"""['"]descr['"] *: *['"]([<>|=]?[fiub][0-9]+)['"]"""),
+    "fortran_order": re.compile(r"""['"]fortran_order['"] *: *(True|False)"""),
+    "shape": re.compile(r"""['"]shape['"] *: *\(([0-9L, ]*)\)"""),
+}
+
+
 def _read_npy(stream: Any, size: int) -> np.ndarray:
-    """One array from a stream of `size` bytes, which its header must account for exactly."""
+    """One array from a stream of `size` bytes, which its header must account for exactly.
+
+    The format is that of NumPy's NEP 1, versions 1 and 2.
+    """
+    content = stream.read(size + 1)
+    width = {b"\x93NUMPY\x01": 2, b"\x93NUMPY\x02": 4}.get(content[:7])
+    if width is None:
+        raise ValueError("is not a whole npy array (no npy file of version 1 or 2)")
+    start = 8 + width + int.from_bytes(content[8 : 8 + width], "little")
+    header = content[8 + width : start].decode("latin-1")
+    found = {key: pattern.search(header) for key, pattern in NPY_HEADER.items()}
+    absent = [key for key, match in found.items() if match is None]
+    if absent:
+        raise ValueError(f"is not a whole npy array (no {absent[0]} of numbers in its header)")
+    descr, fortran_order, text = (match[1] for match in found.values() if match)
     try:
-        content = io.BytesIO(stream.read(size + 1))
-        version = np.lib.format.read_magic(content)
-        read_header = {
-            (1, 0): np.lib.format.read_array_header_1_0,
-            (2, 0): np.lib.format.read_array_header_2_0,
-        }.get(version)
-        if read_header is None:
-            raise ValueError(f"npy version {version}, needed (1, 0) or (2, 0)")
-        shape, fortran_order, dtype = read_header(content)
-        if dtype.hasobject or dtype.fields or dtype.kind not in "fiub":
-            raise ValueError(f"dtype {dtype}, needed numbers")
-        data = content.read()
-        if min(shape, default=0) < 0 or len(data) != math.prod(shape) * dtype.itemsize:
-            raise ValueError(f"{len(data)} bytes of data for shape {shape} and dtype {dtype}")
-        array = np.frombuffer(data, dtype).reshape(shape, order="F" if fortran_order else "C")
-        return array.astype(dtype.newbyteorder("="))
-    except (ValueError, SyntaxError, TypeError, OverflowError, MemoryError, EOFError) as error:
-        raise ValueError(f"is not a whole npy array ({' '.join(str(error).split())})") from error
+        dtype = np.dtype(descr)
+        shape = tuple(int(n.rstrip("L")) for n in text.replace(" ", "").split(",") if n)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"is not a whole npy array ({error})") from error
+    if len(shape) > 32 or len(content) - start != math.prod(shape) * dtype.itemsize:
+        held = max(0, len(content) - start)
+        raise ValueError(f"is not a whole npy array ({held} bytes for {shape[:32]} of {dtype})")
+    order = "F" if fortran_order == "True" else "C"
+    array = np.frombuffer(content, dtype, offset=start).reshape(shape, order=order)
+    return array.astype(dtype.newbyteorder("="), copy=False)

@@ -114,13 +114,12 @@ def export(*, config: Annotated[ExportConfig, Parameter(name="*")]) -> int:
     Example: gpt-parity oracle export --weights mine.npz --tokens batch.npz -o reference
     """
     with thread_limit(1, "numpy"):
-        from gpt_parity.arrays import require_free
-        from gpt_parity.oracle.bundle import save_bundle
+        from gpt_parity.oracle.bundle_files import require_free, save_bundle
         from gpt_parity.oracle.subject import export as run
 
         require_free(config.out, config.overwrite)
         bundle = run(config)
-        save_bundle(config.out, bundle, overwrite=config.overwrite)
+        save_bundle(config.out, bundle)
         PipeConsole().print(
             bundle.summary(config.out), highlight=False, markup=False, soft_wrap=True
         )

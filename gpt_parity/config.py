@@ -296,7 +296,7 @@ class ExportConfig:
     max_norm: float = 1.0
     """Largest gradient norm, longer gradients are scaled down to it; inf never scales."""
     overwrite: bool = False
-    """Replace the folder that is there."""
+    """Replace the bundle that is there."""
 
     def __post_init__(self) -> None:
         require_choices(self)

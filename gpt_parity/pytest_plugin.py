@@ -24,7 +24,7 @@ def gradient_oracle() -> Callable[..., Any]:
 
     def judge(fn: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
         __tracebackhide__ = True
-        from gpt_parity.oracle.verdict import check
+        from gpt_parity.oracle.functions import check
 
         report = check(fn, *arguments, **options)
         if not report.ok:

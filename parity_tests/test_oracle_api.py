@@ -109,8 +109,13 @@ def test_html_shows_names_as_text() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda loss, grads: (loss, {}), None),
-        (lambda loss, grads: (loss, {"nonsense": loss}), "grad/nonsense is unknown"),
+        (lambda loss, grads: (loss, {}), "embedding.embedding.weight and 15 more missing"),
+        (lambda loss, grads: (loss, {**grads, "nonsense": loss}), "grad/nonsense is unknown"),
+        (lambda loss, grads: (loss, {**grads, "loss": loss}), "under another name too"),
+        (
+            lambda loss, grads: (loss, grads | {f"grad/{n}": g for n, g in grads.items()}),
+            "under another name too",
+        ),
         (lambda loss, grads: (np.float32(loss), grads), "loss is float32, needed float64"),
         (lambda loss, grads: (float(loss), grads), None),
         (lambda loss, grads: (torch.tensor(loss, requires_grad=True), grads), None),
@@ -125,6 +130,33 @@ def test_what_a_function_may_return(bundle: Bundle, change: Any, message: str | 
     else:
         with pytest.raises(ValueError, match=message):
             check(function, bundle)
+
+
+def test_some_gradients_alone(bundle: Bundle) -> None:
+    name = "output.output.bias"
+
+    def one(*arguments: Any) -> Any:
+        loss, gradients = loss_and_gradients(*arguments)
+        return loss, {name: gradients[name]}
+
+    report = check(one, bundle, partial=True)
+    assert report.ok and [j.name for j in report.judgements] == ["loss", f"grad/{name}"]
+
+
+def test_bfloat16_of_torch(tmp_path: Path) -> None:
+    """Results in bfloat16 are judged by what it can hold; where nothing can be, no pass."""
+
+    def rounding(weights: Arrays, tokens: np.ndarray, targets: np.ndarray) -> Any:
+        loss, gradients = loss_and_gradients(weights, tokens, targets)
+        low = {name: torch.tensor(g).bfloat16() for name, g in gradients.items()}
+        return torch.tensor(loss).bfloat16(), low
+
+    training = export(ExportConfig(out=Path("ref"), preset="source", init="training"))
+    report = check(rounding, training, "bfloat16")
+    assert report.ok
+    assert sum(note.startswith("cannot see: in bfloat16") for note in report.notes) == 1
+    with pytest.raises(ValueError, match="no gradient can be judged in bfloat16"):
+        check(rounding, "source", "bfloat16")
 
 
 def test_a_function_gets_copies(bundle: Bundle) -> None:

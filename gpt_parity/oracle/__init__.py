@@ -2,21 +2,22 @@
 
 - Numbers: `rounding` (the one table), `bounds`, `tolerance`, `compare`, `complex_step`.
 - Models: `trace`, `graph`, `lockstep`, `slips`, `report` (of `gpt-parity verify`).
-- Anybody's results: `subject` and `bundle` (the reference), `verdict`, `case`, `hints`, `likeness`,
-  `mistakes`, `step_mistakes`.
+- Anybody's results: `subject`, `bundle`, `bundle_files` (the reference), `submission`, `verdict`,
+  `functions`; `case`, `hints`, `likeness`, `mistakes`, `step_mistakes` (what the mistake is).
 - Single operations: `ops`, `op_checks`, `ops_examples`, `examples`, `model_ops`, `judge`,
   `compare_one`.
 """
 
 from gpt_parity.oracle import ops
-from gpt_parity.oracle.bundle import Bundle, load_bundle, make_bundle, save_bundle
+from gpt_parity.oracle.bundle import Bundle, make_bundle
+from gpt_parity.oracle.bundle_files import load_bundle, save_bundle
 from gpt_parity.oracle.compare import Judgement, Report, compare, compare_traces
 from gpt_parity.oracle.compare_one import cmp
+from gpt_parity.oracle.functions import check
 from gpt_parity.oracle.model_ops import check_ops
 from gpt_parity.oracle.rounding import FLOAT32, FLOAT64
 from gpt_parity.oracle.tolerance import Tolerance, model_tolerances
 from gpt_parity.oracle.trace import Trace, trace
-from gpt_parity.oracle.verdict import check
 
 __all__ = [
     "FLOAT32",

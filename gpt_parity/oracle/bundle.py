@@ -14,17 +14,15 @@ closure, autograd and complex step agree, the configuration, and where all of it
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from gpt_parity.arrays import read_arrays, write_arrays
 from gpt_parity.backends import MissingBackendError, build_model, load_backend, thread_limit
 from gpt_parity.config import HYPERPARAMETERS, GPTConfig, TrainConfig
 from gpt_parity.oracle.compare import FORWARD, GRADIENT, LOSS, PARAMETER
@@ -37,14 +35,8 @@ from gpt_parity.oracle.trace import Trace, trace
 from gpt_parity.schedule import require_integer
 from gpt_parity.weights import check_arrays, set_weights
 
-FORMAT = "gpt-parity bundle"
-FORMAT_VERSION = 1
 STEP = "step"
 WEIGHT, TOLERANCE = "weight/", "tolerance/"
-KINDS = {
-    "config": dict, "steps": int, "optimizer": dict, "keys": list, "tolerances": dict,
-    "votes": dict, "aliases": dict, "provenance": dict,
-}  # fmt: skip
 # The names of a step's quantities in lockstep training, and in bundles.
 STEP_KEYS = {"loss": "loss", "gradient norm": "grad_norm", "weights": "weight"}
 
@@ -173,11 +165,12 @@ def make_bundle(
     where it is installed, for every gradient. Raises ValueError for arrays that do not fit.
     """
     checked = check_arrays("weights", weights, config.parameter_shapes())
-    weights = {n: w.astype(dtype).astype(np.float64) for n, w in checked.items()}
-    if dtype == "float32" or all((w == w.astype(np.float32)).all() for w in weights.values()):
-        units = [FLOAT32] if dtype == "float32" else [FLOAT64, FLOAT32]
-    else:
-        units = [FLOAT64]
+    with np.errstate(over="ignore"):
+        weights = {n: w.astype(dtype).astype(np.float64) for n, w in checked.items()}
+    check_arrays(f"weights in {dtype}", weights, config.parameter_shapes())
+    with np.errstate(over="ignore"):
+        single = all((w == w.astype(np.float32)).all() for w in weights.values())
+    units = [FLOAT32] if dtype == "float32" else [FLOAT64, FLOAT32] if single else [FLOAT64]
     hyperparameters = {**_default_optimizer(), **(optimizer or {})}
     bundle = Bundle(
         config, np.asarray(tokens, np.int64), np.asarray(targets, np.int64), weights, {}, {},
@@ -185,7 +178,13 @@ def make_bundle(
         provenance=dict(provenance or {}),
     )  # fmt: skip
     loss_fn = load_backend("numpy").GPTLoss()
-    clean = trace(bundle.model(), loss_fn, bundle.tokens, bundle.targets)
+    with np.errstate(over="ignore", invalid="ignore"):
+        clean = trace(bundle.model(), loss_fn, bundle.tokens, bundle.targets)
+    for key, array in pass_arrays(clean).items():
+        if not np.isfinite(array).all():
+            raise ValueError(
+                f"reference: {key} is not finite in float64, smaller weights are needed"
+            )
     bundle.aliases.update(clean.aliases)
     bundle.arrays.update(pass_arrays(clean))
     bundle.arrays.update(_step_arrays(_training(bundle)))
@@ -205,8 +204,19 @@ def _default_optimizer() -> dict[str, Any]:
 
 def measured(bundle: Bundle, unit: Unit) -> dict[str, Tolerance]:
     """The tolerance of every key for a candidate that rounds as `unit` does."""
-    tolerances = _pass_tolerances(_tolerances(bundle, unit))
-    return tolerances | (_step_tolerances(bundle, unit) if bundle.steps else {})
+    found = _tolerances(bundle, unit)
+    tolerances = _pass_tolerances(found)
+    if not bundle.steps:
+        return tolerances
+    if found.undecided:  # then where training goes is not decided either
+        steps = [key for key in bundle.arrays if key.startswith(f"{STEP}/")]
+        return tolerances | {key: endless(bundle.arrays[key]) for key in steps}
+    return tolerances | _step_tolerances(bundle, unit)
+
+
+def endless(array: np.ndarray) -> Tolerance:
+    """The tolerance of what is not judged."""
+    return Tolerance(math.inf, np.full(array.shape[:-1], math.inf))
 
 
 def _tolerances(bundle: Bundle, unit: Unit) -> Tolerances:
@@ -305,100 +315,3 @@ def _votes(bundle: Bundle, clean: Trace) -> dict[str, dict[str, float | None]]:
                         "torch": finite(v.autograd) if autograd else None}
         for v in votes
     }  # fmt: skip
-
-
-def save_bundle(path: Path, bundle: Bundle, *, overwrite: bool = False) -> None:
-    """Write a bundle in the form that the ending of `path` says; see `gpt_parity.arrays`.
-
-    The same bundle gives the same bytes. Raises OSError that names `path`.
-    """
-    arrays = {"tokens": bundle.tokens, "targets": bundle.targets}
-    arrays |= {WEIGHT + n: w for n, w in bundle.weights.items()}
-    arrays |= bundle.arrays
-    whole: dict[str, dict[str, float | None]] = {}
-    for dtype, tolerances in bundle.tolerances.items():
-        judged = {k: t for k, t in tolerances.items() if math.isfinite(t.whole)}
-        whole[dtype] = {k: t.whole if k in judged else None for k, t in tolerances.items()}
-        arrays |= {f"{TOLERANCE}{dtype}/{k}": t.rows for k, t in judged.items() if t.rows.ndim}
-    manifest = {
-        "format": FORMAT,
-        "version": FORMAT_VERSION,
-        "config": asdict(bundle.config),
-        "steps": bundle.steps,
-        "optimizer": bundle.optimizer,
-        "keys": list(bundle.arrays),
-        "tolerances": whole,
-        "votes": bundle.votes,
-        "aliases": bundle.aliases,
-        "provenance": bundle.provenance,
-    }
-    text = json.dumps(manifest, indent=1, allow_nan=False) + "\n"
-    write_arrays(Path(path), arrays, text, overwrite=overwrite)
-
-
-def load_bundle(path: Path) -> Bundle:
-    """Read a bundle in any of its forms; ValueError of one line for anything else."""
-    arrays, text = read_arrays(Path(path))
-    try:
-        return _from_arrays(_manifest(text), arrays)
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        missing = isinstance(error, KeyError)
-        reason = f"lacks {error.args[0]}, a whole bundle is needed" if missing else error
-        raise ValueError(f"{path}: {reason}") from error
-
-
-def _manifest(text: str | None) -> dict[str, Any]:
-    if text is None:
-        raise ValueError("has no manifest, a bundle of `gpt-parity oracle export` is needed")
-    try:
-        manifest = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"manifest is not JSON ({error})") from error
-    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
-        raise ValueError(f"manifest is of another kind of file, {FORMAT!r} is needed")
-    version = require_integer("format version", manifest.get("version"), 1)
-    if version > FORMAT_VERSION:
-        raise ValueError(
-            f"format version is {version}, at most {FORMAT_VERSION} can be read; "
-            "a newer gpt-parity is needed"
-        )
-    for key, kind in KINDS.items():
-        if not isinstance(manifest.get(key), kind):
-            raise ValueError(f"manifest: {key} is {manifest.get(key)!r}, {kind.__name__} is needed")
-    for key, vote in manifest["votes"].items():
-        known = isinstance(vote, dict) and set(vote) == {"closure", "torch"}
-        if not known or not all(v is None or isinstance(v, int | float) for v in vote.values()):
-            raise ValueError(f"manifest: the vote on {key} is {vote!r}")
-    return manifest
-
-
-def _from_arrays(manifest: dict[str, Any], arrays: dict[str, np.ndarray]) -> Bundle:
-    config = GPTConfig(**manifest["config"])
-    weights = {n: arrays[WEIGHT + n] for n in config.parameter_shapes()}
-    weights = check_arrays("bundle", weights, config.parameter_shapes())
-    found = {key: arrays[key] for key in manifest["keys"]}
-    tolerances = {
-        dtype: {k: _tolerance(found[k], w, arrays, f"{TOLERANCE}{dtype}/{k}")
-                for k, w in whole.items()}
-        for dtype, whole in manifest["tolerances"].items()
-    }  # fmt: skip
-    for dtype, known in tolerances.items():
-        if list(known) and set(known) != set(found):
-            raise ValueError(f"tolerances of {dtype} are for other tensors than the bundle has")
-    return Bundle(
-        config, arrays["tokens"], arrays["targets"], weights, found, tolerances,
-        manifest["votes"], manifest["optimizer"], manifest["aliases"], manifest["steps"],
-        manifest["provenance"],
-    )  # fmt: skip
-
-
-def _tolerance(
-    array: np.ndarray, whole: float | None, arrays: dict[str, np.ndarray], key: str
-) -> Tolerance:
-    shape = array.shape[:-1]
-    if whole is None:
-        return Tolerance(math.inf, np.full(shape, math.inf))
-    rows = arrays[key] if shape else np.array(whole)
-    if rows.shape != shape or not (rows >= 0.0).all() or not whole >= 0.0:
-        raise ValueError(f"{key} is no tolerance for shape {array.shape}")
-    return Tolerance(float(whole), rows)

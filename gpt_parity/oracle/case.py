@@ -19,6 +19,9 @@ UNEXPLAINED = 0.1
 # it may be off by this many tolerances.
 SLACK = 2.0
 ROUNDINGS = 64.0
+# So many elements are a few, and by so little may one alone miss, relative to the error.
+FEW_ELEMENTS = 4
+CHANCE = 1e-4
 # The fill of a mask where float16 does not hold the model's own.
 LEAST_FLOAT16 = -65504.0
 
@@ -65,7 +68,7 @@ class Case:
         return np.where(x <= max(self.bundle.config.mask_value, LEAST_FLOAT16), -least, x)
 
     def distance(self, key: str, x: np.ndarray, y: np.ndarray | None = None) -> float:
-        """|x - y|, without y from the reference."""
+        """|x - y|, without y from the reference; infinite where it overflows."""
         y = self.reference(key) if y is None else y
         return _norm(self.scores(key, x) - self.scores(key, y))
 
@@ -86,6 +89,23 @@ class Case:
             return False
         rest, error = self.distance(key, mine, prediction), self.distance(key, mine)
         return rest <= self.allowed(key, prediction) and rest <= UNEXPLAINED * error
+
+    def is_evidence(self, count: int) -> bool:
+        """Whether an explanation of `count` of the wrong tensors, the first among them, tells much.
+
+        A few numbers are matched by one of many explanations by chance. Then it must explain half
+        of what is wrong, or, where nothing else is, match four digits more than needed.
+        """
+        if self.mine[self.first].size >= FEW_ELEMENTS:
+            return True
+        total = len(self.comparable)
+        if total > 1:
+            return count > 1 and 2 * count >= total
+        error, reference = (
+            self.distance(self.first, self.mine[self.first]),
+            self.reference(self.first),
+        )
+        return self.allowed(self.first, reference) <= CHANCE * error
 
     def leaves_right(self, predictions: Arrays) -> bool:
         """Whether what agrees with the reference agrees with the predictions too."""

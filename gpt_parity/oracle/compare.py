@@ -80,8 +80,8 @@ def compare(
         return Judgement(name, kind, 0.0, math.nan, judged=False)
     if not np.isfinite(reference).all():
         raise ValueError(f"{name}: the reference is not finite, needed a point that can be judged")
-    difference = candidate.astype(np.float64) - reference
-    error, errors = norms(difference)
+    with np.errstate(over="ignore", invalid="ignore"):
+        error, errors = norms(candidate.astype(np.float64) - reference)
     norm, _ = norms(reference)
     whole, rows = _ratio(error, tolerance.whole), _ratio(errors, tolerance.rows)
     worst = np.unravel_index(int(np.argmax(rows)), rows.shape) if rows.size else ()
@@ -105,7 +105,8 @@ def _ratio(error: np.ndarray | float, tolerance: np.ndarray | float) -> np.ndarr
     """error / tolerance, where 0 / 0 is 0 and anything else over 0 is infinite."""
     error, tolerance = np.asarray(error), np.asarray(tolerance)
     safe = np.where(tolerance > 0.0, tolerance, 1.0)
-    return np.where(tolerance > 0.0, error / safe, np.where(error > 0.0, math.inf, 0.0))
+    with np.errstate(over="ignore"):
+        return np.where(tolerance > 0.0, error / safe, np.where(error > 0.0, math.inf, 0.0))
 
 
 @dataclass(frozen=True)
@@ -150,7 +151,8 @@ class Report:
         """One sentence."""
         judged = sum(j.judged for j in self.judgements)
         count = str(judged) if self.complete else f"{judged} of {len(self.judgements)}"
-        tensors = f"{count} tensor{'s' if len(self.judgements) != 1 else ''}"
+        one = len(self.judgements) == 1
+        tensors = f"{count} tensor{'' if one else 's'}"
         if self.ok:
             return (
                 f"PASS: {tensors} {'' if self.complete else 'could be judged and '}agree, worst "

@@ -10,6 +10,7 @@ from gpt_parity.oracle.bounds import largest, ratios
 from gpt_parity.oracle.compare import FORWARD, Judgement, Report, compare
 from gpt_parity.oracle.judge import unit_of
 from gpt_parity.oracle.rounding import Unit
+from gpt_parity.oracle.submission import with_fill
 from gpt_parity.oracle.tolerance import RESULT_FACTOR, Tolerance, norms
 from gpt_parity.tensors import as_array
 
@@ -35,6 +36,7 @@ def cmp(name: str, mine: Any, reference: Any, dtype: str | None = None) -> Repor
     if hasattr(reference, "reference"):
         array, tolerance = reference.reference(name, unit.name)
         kind, kept = reference.kind(name), reference.kept(name)
+        mine = with_fill(mine, kept, array, unit)
         allowed = "tolerance of the bundle"
     else:
         array = as_array(reference).astype(np.float64, copy=False)

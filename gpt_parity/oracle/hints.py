@@ -29,11 +29,15 @@ def hints(case: Case) -> tuple[str, ...]:
     mine = case.mine[case.first]
     if not np.isfinite(mine).all() or mine.shape != case.reference(case.first).shape:
         return ()
+    if not np.isfinite(case.distance(case.first, mine)):  # beyond all numbers
+        return ()
     found = dict(likenesses(case))
     if case.first.startswith("step/"):
         mistakes = _of_predictions(case, step_predictions(case.bundle, case.first))
     else:
         mistakes = _of_predictions(case, _pass_predictions(case))
+    found = {text: count for text, count in found.items() if case.is_evidence(count)}
+    mistakes = {text: count for text, count in mistakes.items() if case.is_evidence(count)}
     most = max([*found.values(), *mistakes.values()], default=0)
     found |= {text: count for text, count in mistakes.items() if count == most}
     if len(found) > 1:

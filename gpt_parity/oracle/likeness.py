@@ -8,13 +8,13 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from gpt_parity.oracle.bundle import Bundle
-from gpt_parity.oracle.case import Case
+from gpt_parity.oracle.case import FEW_ELEMENTS, Case
 from gpt_parity.oracle.graph import GRAD
-from gpt_parity.oracle.rounding import UNITS, Unit, rounded
+from gpt_parity.oracle.rounding import FLOAT32, FLOAT64, UNITS, Unit, rounded
 
-# A factor that nobody would know explains nothing in a tensor of fewer elements.
-FEW_ELEMENTS = 4
 UNNAMED = "a constant factor of"
+# So many units of rounding are zero.
+ZERO = 1e4
 
 
 def likenesses(case: Case) -> Iterator[tuple[str, int]]:
@@ -42,11 +42,18 @@ def _factor(case: Case) -> Transformed:
     if not square:
         return
     c = float((reference * mine).sum()) / square
-    slack = case.allowed(case.first, c * reference) / math.sqrt(square)
-    names = [name for name, value in factors(case.bundle) if abs(c - value) <= slack]
-    if abs(c) <= slack:
+    size = math.sqrt(square)
+    # A gradient that was never computed is 0, one whose parts cancel is rounding.
+    if (
+        float(np.linalg.norm(mine))
+        <= ZERO * (FLOAT64 if case.unit is FLOAT64 else FLOAT32).u * size
+    ):
         yield "zero: never computed, or never written", lambda x: 0.0 * x
-    elif names:
+        return
+    slack = case.allowed(case.first, c * reference) / size
+    near = [(name, value) for name, value in factors(case.bundle) if abs(c - value) <= slack]
+    names = [name for name, value in near if case.explains(case.first, value * reference)]
+    if names:
         yield f"a constant factor: {', or '.join(names)}", lambda x: c * x
     elif mine.size >= FEW_ELEMENTS:
         yield f"{UNNAMED} {c:.6g}", lambda x: c * x

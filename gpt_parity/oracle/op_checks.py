@@ -14,6 +14,7 @@ from gpt_parity.oracle.compare import FORWARD, GRADIENT, Judgement, Report
 from gpt_parity.oracle.judge import Expected, judge, unit_of
 from gpt_parity.oracle.rounding import FLOAT64, Unit, bound
 from gpt_parity.oracle.tolerance import noisy_runs, spread_tolerance
+from gpt_parity.schedule import require_integer
 from gpt_parity.tensors import as_array
 from numpy_impl.tape import Observer, observe
 from numpy_impl.tensor import Tensor
@@ -46,6 +47,7 @@ class Checked:
         for results that do not follow the convention, ImportError without Hypothesis.
         """
         unit = unit_of(dtype)
+        require_integer("examples", examples, 1)
         try:
             from gpt_parity.oracle.ops_examples import INPUTS, Flaky, smallest_failure
         except ModuleNotFoundError as error:

@@ -13,9 +13,9 @@ from gpt_parity.arrays import read_arrays
 from gpt_parity.backends import build_model
 from gpt_parity.config import PRESETS, ExportConfig, GPTConfig
 from gpt_parity.oracle.bundle import Bundle, make_bundle
+from gpt_parity.oracle.bundle_files import check_targets
 from gpt_parity.provenance import portable, provenance
 from gpt_parity.weights import get_weights, load_checkpoint
-from numpy_impl.functional import check_ids
 from numpy_impl.gpt import check_tokens
 
 Arrays = dict[str, np.ndarray]
@@ -47,8 +47,12 @@ def _provenance(config: ExportConfig) -> dict[str, Any]:
     """Versions, threads, and what was asked for, which does not depend on where it is written."""
     facts = {key: value for key, value in provenance().items() if key != "command"}
     asked = {key: value for key, value in asdict(config).items() if key not in ("out", "overwrite")}
-    files = {key: portable(str(value)) for key, value in asked.items() if isinstance(value, Path)}
-    return {**facts, "export": {**asked, **files}}
+    for key, value in asked.items():
+        if isinstance(value, Path):
+            asked[key] = portable(str(value))
+        elif value == math.inf:
+            asked[key] = "inf"  # as JSON can hold it
+    return {**facts, "export": asked}
 
 
 def _drawn_weights(config: ExportConfig) -> tuple[GPTConfig, Arrays]:
@@ -94,9 +98,8 @@ def read_weights(path: Path) -> tuple[GPTConfig, Arrays]:
             f"{path}: holds {', '.join(list(arrays)[:3]) or 'nothing'}; "
             "embedding.embedding.weight (V, E) and the others of the model are needed"
         ) from None
-    numbers = [n.split(".")[1] for n in arrays if n.startswith("transformers.")]
-    blocks = max((int(k) + 1 for k in numbers if k.isdigit()), default=1)
-    return GPTConfig(vocab_size, context_size, embedding_size, blocks), arrays
+    numbers = {n.split(".")[1] for n in arrays if n.startswith("transformers.")}
+    return GPTConfig(vocab_size, context_size, embedding_size, max(1, len(numbers))), arrays
 
 
 def _batch(config: ExportConfig, model: GPTConfig) -> tuple[np.ndarray, np.ndarray]:
@@ -131,10 +134,3 @@ def _ids(path: Path, name: str) -> Arrays:
     if name not in arrays:
         raise ValueError(f"{path}: holds {', '.join(list(arrays)[:3])}, {name} is needed")
     return arrays
-
-
-def check_targets(targets: np.ndarray, shape: tuple[int, ...], vocab_size: int) -> np.ndarray:
-    """`targets`, or ValueError or TypeError unless they fit to tokens of `shape`."""
-    if targets.shape != shape:
-        raise ValueError(f"targets: got shape {targets.shape}, needed {shape} as the tokens have")
-    return check_ids("targets", targets, vocab_size)

@@ -50,7 +50,10 @@ def row_norms(x: np.ndarray) -> np.ndarray:
     rows = np.sqrt(squares)
     if extreme.any():
         largest = np.abs(x[extreme]).max(axis=-1, initial=0.0)
-        scaled = x[extreme] / np.where(largest > 0.0, largest, 1.0)[..., None]
+        known = (largest > 0.0) & np.isfinite(largest)
+        scaled = (
+            np.where(known[..., None], x[extreme], 1.0) / np.where(known, largest, 1.0)[..., None]
+        )
         rows = np.asarray(rows)
         rows[extreme] = largest * np.sqrt((scaled * scaled).sum(axis=-1))
     return rows

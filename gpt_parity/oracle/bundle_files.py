@@ -1,0 +1,186 @@
+"""Bundles in files: written whole, and checked whole when they are read."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from gpt_parity.arrays import read_arrays, require_names, write_arrays
+from gpt_parity.config import DTYPES, GPTConfig
+from gpt_parity.oracle.bundle import STEP, TOLERANCE, WEIGHT, Bundle, endless
+from gpt_parity.oracle.graph import GRAD, LOSS_KEY, VALUE
+from gpt_parity.oracle.tolerance import Tolerance
+from gpt_parity.schedule import require_integer
+from gpt_parity.weights import check_arrays
+from numpy_impl.functional import check_ids
+from numpy_impl.gpt import check_tokens
+
+FORMAT = "gpt-parity bundle"
+FORMAT_VERSION = 1
+KINDS = {
+    "config": dict, "steps": int, "optimizer": dict, "keys": list, "tolerances": dict,
+    "votes": dict, "aliases": dict, "provenance": dict,
+}  # fmt: skip
+
+
+def require_free(path: Path, overwrite: bool) -> None:
+    """Raise OSError or ValueError unless a bundle may be written to `path`.
+
+    With `overwrite` it may replace a bundle, and nothing else: no folder with other files in it.
+    """
+    require_names(path)
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"{path}: its folder does not exist")
+    if not path.exists() and not path.is_symlink():
+        return
+    if not overwrite:
+        raise FileExistsError(f"{path}: exists already; --overwrite replaces a bundle")
+    text = read_arrays(path)[1]
+    foreign = [p for p in path.rglob("*") if p.is_file() and p.suffix not in (".npy", ".json")]
+    try:
+        _manifest(text)
+    except ValueError as error:
+        raise FileExistsError(f"{path}: is no bundle, which alone is overwritten") from error
+    if foreign:
+        raise FileExistsError(f"{path}: holds {foreign[0].name} too, which is no part of a bundle")
+
+
+def save_bundle(path: Path, bundle: Bundle) -> None:
+    """Write a bundle in the form that the ending of `path` says; see `gpt_parity.arrays`.
+
+    The same bundle gives the same bytes. What is there is replaced. Raises OSError that names
+    `path`.
+    """
+    arrays = {"tokens": bundle.tokens, "targets": bundle.targets}
+    arrays |= {WEIGHT + n: w for n, w in bundle.weights.items()}
+    arrays |= bundle.arrays
+    whole: dict[str, dict[str, float | None]] = {}
+    for dtype, tolerances in bundle.tolerances.items():
+        judged = {k: t for k, t in tolerances.items() if math.isfinite(t.whole)}
+        whole[dtype] = {k: t.whole if k in judged else None for k, t in tolerances.items()}
+        arrays |= {f"{TOLERANCE}{dtype}/{k}": t.rows for k, t in judged.items() if t.rows.ndim}
+    manifest = {
+        "format": FORMAT,
+        "version": FORMAT_VERSION,
+        "config": asdict(bundle.config),
+        "steps": bundle.steps,
+        "optimizer": {k: str(v) if v == math.inf else v for k, v in bundle.optimizer.items()},
+        "keys": list(bundle.arrays),
+        "tolerances": whole,
+        "votes": bundle.votes,
+        "aliases": bundle.aliases,
+        "provenance": bundle.provenance,
+    }
+    text = json.dumps(manifest, indent=1, allow_nan=False) + "\n"
+    write_arrays(Path(path), arrays, text)
+
+
+def load_bundle(path: Path) -> Bundle:
+    """Read a bundle in any of its forms; ValueError of one line for anything else."""
+    arrays, text = read_arrays(Path(path))
+    try:
+        return _from_arrays(_manifest(text), arrays)
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        missing = isinstance(error, KeyError)
+        reason = f"lacks {error.args[0]}, a whole bundle is needed" if missing else error
+        raise ValueError(f"{path}: {reason}") from error
+
+
+def _manifest(text: str | None) -> dict[str, Any]:
+    if text is None:
+        raise ValueError("has no manifest, a bundle of `gpt-parity oracle export` is needed")
+    try:
+        manifest = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"manifest is not JSON ({error})") from error
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+        raise ValueError(f"manifest is of another kind of file, {FORMAT!r} is needed")
+    version = require_integer("format version", manifest.get("version"), 1)
+    if version > FORMAT_VERSION:
+        raise ValueError(
+            f"format version is {version}, at most {FORMAT_VERSION} can be read; "
+            "a newer gpt-parity is needed"
+        )
+    for key, kind in KINDS.items():
+        if not isinstance(manifest.get(key), kind):
+            raise ValueError(f"manifest: {key} is {manifest.get(key)!r}, {kind.__name__} is needed")
+    for key, vote in manifest["votes"].items():
+        known = isinstance(vote, dict) and set(vote) == {"closure", "torch"}
+        if not known or not all(v is None or _is_ratio(v) for v in vote.values()):
+            raise ValueError(f"manifest: the vote on {key} is {vote!r}")
+    return manifest
+
+
+def _is_ratio(value: Any) -> bool:
+    return isinstance(value, int | float) and 0.0 <= value < math.inf
+
+
+def _from_arrays(manifest: dict[str, Any], arrays: dict[str, np.ndarray]) -> Bundle:
+    config = GPTConfig(**manifest["config"])
+    if config.blocks > len(arrays):
+        raise ValueError(f"config has {config.blocks} blocks, more than there are arrays")
+    shapes = config.parameter_shapes()
+    weights = check_arrays("bundle", {n: arrays[WEIGHT + n] for n in shapes}, shapes)
+    tokens = check_tokens(arrays["tokens"], config.vocab_size, config.context_size)
+    targets = check_targets(arrays["targets"], tokens.shape, config.vocab_size)
+    found = {key: arrays[key] for key in manifest["keys"]}
+    _check_keys(found, weights, require_integer("steps", manifest["steps"], 0))
+    tolerances = {
+        dtype: {k: _tolerance(found[k], w, arrays, f"{TOLERANCE}{dtype}/{k}")
+                for k, w in whole.items()}
+        for dtype, whole in manifest["tolerances"].items()
+    }  # fmt: skip
+    if not tolerances:
+        raise ValueError("tolerances are missing, those of one dtype at least are needed")
+    for dtype, known in tolerances.items():
+        if dtype not in DTYPES or set(known) != set(found):
+            raise ValueError(f"tolerances of {dtype} are not those of the bundle's tensors")
+    optimizer = {k: float(v) if k != "betas" else v for k, v in manifest["optimizer"].items()}
+    bundle = Bundle(
+        config, tokens, targets, weights, found, tolerances, manifest["votes"], optimizer,
+        manifest["aliases"], manifest["steps"], manifest["provenance"],
+    )  # fmt: skip
+    bundle.setting(0)  # the hyperparameters are whole, and in range
+    return bundle
+
+
+def _check_keys(arrays: dict[str, np.ndarray], weights: dict[str, np.ndarray], steps: int) -> None:
+    """Raise ValueError unless the reference is complete, and holds finite real numbers."""
+    entries = [key.removeprefix(VALUE) for key in arrays if key.startswith(VALUE)]
+    step = [f"{q}/{n}" for q in ("exp_avg", "exp_avg_sq", "weight") for n in weights]
+    numbers = range(1, steps + 1) if steps <= len(arrays) else ()
+    needed = {VALUE + n for n in entries} | {GRAD + n for n in (*entries, *weights)} | {LOSS_KEY}
+    needed |= {f"{STEP}/{k}/{q}" for k in numbers for q in ("loss", "grad_norm", *step)}
+    if set(arrays) != needed or (steps and not numbers):
+        raise ValueError(f"keys are not those of a whole pass and {steps} steps")
+    check_arrays("bundle", arrays, {key: array.shape for key, array in arrays.items()})
+    for key, array in arrays.items():
+        name = key.removeprefix(GRAD)
+        model = weights[name] if name in weights else arrays.get(VALUE + name, array)
+        if array.shape != model.shape:
+            raise ValueError(f"{key} has shape {array.shape}, {model.shape} is needed")
+
+
+def check_targets(targets: np.ndarray, shape: tuple[int, ...], vocab_size: int) -> np.ndarray:
+    """`targets`, or ValueError or TypeError unless they fit to tokens of `shape`."""
+    if targets.shape != shape:
+        raise ValueError(f"targets: got shape {targets.shape}, needed {shape} as the tokens have")
+    return check_ids("targets", targets, vocab_size)
+
+
+def _tolerance(
+    array: np.ndarray, whole: float | None, arrays: dict[str, np.ndarray], key: str
+) -> Tolerance:
+    shape = array.shape[:-1]
+    if whole is None:
+        return endless(array)
+    rows = arrays[key] if shape else np.array(whole)
+    positive = (rows >= 0.0) & (rows < math.inf)
+    if rows.shape != shape or not positive.all() or not 0.0 <= whole < math.inf:
+        raise ValueError(f"{key} is no tolerance for shape {array.shape}")
+    return Tolerance(float(whole), rows)
