@@ -98,7 +98,8 @@ class Bundle:
         if tolerances is None:
             raise ValueError(f"bundle: holds {list(self.tolerances)}, not tolerances for {dtype}")
         if key not in self.arrays:
-            raise ValueError(f"bundle: holds no {key}")
+            own = next((k for k in (GRAD + key, VALUE + key) if k in self.arrays), None)
+            raise ValueError(f"bundle: holds no {key}" + (f"; is it {own}?" if own else ""))
         return self.arrays[key].astype(np.float64), tolerances[key]
 
     def summary(self, path: Path) -> str:

@@ -80,6 +80,11 @@ def save_bundle(path: Path, bundle: Bundle) -> None:
     write_arrays(Path(path), arrays, text)
 
 
+def as_bundle(reference: Any) -> Bundle:
+    """A bundle, or that of a file or folder."""
+    return reference if isinstance(reference, Bundle) else load_bundle(Path(reference))
+
+
 def load_bundle(path: Path) -> Bundle:
     """Read a bundle in any of its forms; ValueError of one line for anything else."""
     arrays, text = read_arrays(Path(path))

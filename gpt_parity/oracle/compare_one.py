@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from gpt_parity.oracle.bounds import largest, ratios
+from gpt_parity.oracle.bundle_files import as_bundle
 from gpt_parity.oracle.compare import FORWARD, Judgement, Report, compare
 from gpt_parity.oracle.judge import unit_of
 from gpt_parity.oracle.rounding import Unit
@@ -25,14 +27,17 @@ def cmp(name: str, mine: Any, reference: Any, dtype: str | None = None) -> Repor
     """Print in one line whether `mine` is the reference, exactly or within tolerance.
 
     `mine` is an array of any library; `dtype` is the one it must have, by default its own. The
-    reference is a bundle, of which `name` is a key and which has the tolerance, or an array of the
-    same shape: then only the rounding of the result itself is allowed, 12 u ||reference||, which is
-    less than a long computation in float32 may need. Exact means equal to the reference rounded to
-    `dtype`. Raises ValueError for a dtype that is not float32 or float64, for a reference that is
-    not finite or that is `mine`, and for zeros against zeros, where nothing is compared.
+    reference is a bundle or its path, of which `name` is a key and which has the tolerance, or an
+    array of the same shape: then only the rounding of the result itself is allowed,
+    12 u ||reference||, which is less than a long computation in float32 may need. Exact means equal
+    to the reference rounded to `dtype`. Raises ValueError for a dtype that is not float32 or
+    float64, for a reference that is not finite or that is `mine`, and for zeros against zeros,
+    where nothing is compared.
     """
     mine = as_array(mine)
     unit = unit_of(dtype or mine.dtype.name, f"{name}: dtype")
+    if isinstance(reference, str | Path):
+        reference = as_bundle(reference)
     if hasattr(reference, "reference"):
         array, tolerance = reference.reference(name, unit.name)
         kind, kept = reference.kind(name), reference.kept(name)
@@ -44,8 +49,9 @@ def cmp(name: str, mine: Any, reference: Any, dtype: str | None = None) -> Repor
         kind, kept = FORWARD, None
         allowed = "tolerance of rounding the result alone"
     judgement = compare(name, kind, mine, array, tolerance, unit.name, kept)
+    report = Report([judgement], title=unit.name)
     print(f"{name}: {_line(judgement, mine, array, unit)} ({allowed}, {unit.name})")
-    return Report([judgement], title=unit.name)
+    return report
 
 
 def _line(judgement: Judgement, mine: np.ndarray, reference: np.ndarray, unit: Unit) -> str:

@@ -12,7 +12,7 @@ import numpy as np
 
 from gpt_parity.config import PRESETS, ExportConfig
 from gpt_parity.oracle.bundle import Bundle
-from gpt_parity.oracle.bundle_files import load_bundle
+from gpt_parity.oracle.bundle_files import as_bundle
 from gpt_parity.oracle.compare import PARAMETER, Report
 from gpt_parity.oracle.graph import GRAD, LOSS_KEY
 from gpt_parity.oracle.subject import export
@@ -43,7 +43,14 @@ def check(
     unit = unit_named(dtype)
     carrier = dtype if dtype in ("float64", "float32") else "float32"
     weights = {name: w.astype(carrier) for name, w in bundle.weights.items()}
-    loss, gradients = fn(weights, bundle.tokens.copy(), bundle.targets.copy())
+    returned = fn(weights, bundle.tokens.copy(), bundle.targets.copy())
+    if (
+        not isinstance(returned, tuple)
+        or len(returned) != 2
+        or not isinstance(returned[1], Mapping)
+    ):
+        raise TypeError("the function must return (loss, gradients by name)")
+    loss, gradients = returned
     mine = {LOSS_KEY: as_array(loss)}
     if isinstance(loss, float):  # which has no dtype of its own
         mine[LOSS_KEY] = mine[LOSS_KEY].astype(carrier)
@@ -103,8 +110,10 @@ def _own_derivative(
 
 
 def _reference(reference: Bundle | Path | str, seed: int) -> Bundle:
-    if isinstance(reference, Bundle):
-        return reference
     if isinstance(reference, str) and reference in PRESETS:
         return export(ExportConfig(out=Path(), preset=reference, seed=seed))
-    return load_bundle(Path(reference))
+    if isinstance(reference, str) and not Path(reference).exists():
+        raise ValueError(
+            f"reference is {reference!r}, one of {tuple(PRESETS)} or the path of a bundle is needed"
+        )
+    return as_bundle(reference)

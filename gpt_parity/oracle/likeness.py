@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from gpt_parity.oracle.bundle import Bundle
+from gpt_parity.oracle.bundle import STEP, WEIGHT, Bundle
 from gpt_parity.oracle.case import FEW_ELEMENTS, Case
 from gpt_parity.oracle.graph import GRAD
 from gpt_parity.oracle.rounding import FLOAT32, FLOAT64, UNITS, Unit, rounded
@@ -138,7 +138,7 @@ def _coarse(case: Case, unit: Unit) -> Callable[[np.ndarray], np.ndarray]:
     def apply(x: np.ndarray) -> np.ndarray:
         for key in case.wrong:
             mine = case.mine[key]
-            if x.shape == mine.shape and np.array_equal(x, case.reference(key)):
+            if _is_reference(case, key, x):
                 near = np.abs(mine - x) <= 1.01 * unit.u * np.abs(x) + unit.eta
                 if np.array_equal(rounded(mine, unit), mine) and near.all():
                     return mine
@@ -147,4 +147,39 @@ def _coarse(case: Case, unit: Unit) -> Callable[[np.ndarray], np.ndarray]:
     return apply
 
 
-TENSOR_HINTS = (_factor, _transposed, _shifted, _rounded)
+def _updated(case: Case) -> Transformed:
+    """A weight after a step: its update is a multiple of the right one."""
+    before = _before(case, case.first)
+    if before is None:
+        return
+    own, right = case.mine[case.first] - before, case.reference(case.first) - before
+    square = float((right * right).sum())
+    c = float((own * right).sum()) / square if square else 0.0
+
+    def apply(x: np.ndarray) -> np.ndarray:
+        start = next((_before(case, k) for k in case.wrong if _is_reference(case, k, x)), None)
+        if start is None:
+            raise ValueError("no weight after a step")
+        return start + c * (x - start)
+
+    if not own.any():
+        yield "no update: the weight is that before the step", apply
+    else:
+        yield f"the update is {c:.6g} times that of the reference (another rate?)", apply
+
+
+def _is_reference(case: Case, key: str, x: np.ndarray) -> bool:
+    return np.array_equal(x, case.reference(key))
+
+
+def _before(case: Case, key: str) -> np.ndarray | None:
+    """The weight before the step that `key` is a weight after."""
+    step, _, rest = key.removeprefix(f"{STEP}/").partition("/")
+    if not key.startswith(f"{STEP}/") or not rest.startswith(WEIGHT):
+        return None
+    earlier = case.bundle.arrays.get(f"{STEP}/{int(step) - 1}/{rest}")
+    start = case.bundle.weights[rest.removeprefix(WEIGHT)] if earlier is None else earlier
+    return start.astype(np.float64)
+
+
+TENSOR_HINTS = (_factor, _transposed, _shifted, _rounded, _updated)

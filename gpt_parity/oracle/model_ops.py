@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from gpt_parity.backends import build_model
+from gpt_parity.oracle.bundle_files import as_bundle
 from gpt_parity.oracle.compare import FORWARD, Report
 from gpt_parity.oracle.judge import unit_of
 from gpt_parity.oracle.op_checks import Op
@@ -89,10 +90,11 @@ def check_ops(
     """Judge functions of the convention of `oracle.ops` at all of their uses in one pass.
 
     `functions` maps names of operations (matmul, linear, embedding, softmax, tril, gelu,
-    cross_entropy) to them; `bundle` has the `config`, `weights`, `tokens` and `targets` of the
-    pass. Operands and cotangents are those of the float64 reference rounded to `dtype`, and the
-    reference of each use is computed from the rounded ones. The upstream gradient of the loss
-    is 1, and that of saturated places is tiny or 0: trying `ops.<name>.check` first finds more.
+    cross_entropy) to them; `bundle`, or the one at that path, has the `config`, `weights`, `tokens`
+    and `targets` of the pass. Operands and cotangents are those of the float64 reference rounded
+    to `dtype`, and the reference of each use is computed from the rounded ones. The upstream
+    gradient of the loss is 1, and that of saturated places is tiny or 0: trying `ops.<name>.check`
+    first finds more.
     Raises ValueError for another name or dtype; what a function raises goes through, with a note.
     """
     unit = unit_of(dtype)
@@ -101,7 +103,7 @@ def check_ops(
         found = repr(unknown[0]) if unknown else "no function"
         raise ValueError(f"check_ops: got {found}, needed some of {', '.join(IN_MODELS)}")
     judgements = []
-    for use in uses(bundle):
+    for use in uses(bundle if hasattr(bundle, "config") else as_bundle(bundle)):
         if use.op not in functions:
             continue
         op = OPS[use.op]

@@ -35,6 +35,8 @@ from numpy_impl.loss import GPTLoss
 Arrays = dict[str, np.ndarray]
 # Names in a line of the report.
 LISTED = 3
+# From so many operations on, one of them is not located.
+MANY = 8
 
 
 def check_file(mine: Path, config: CheckConfig) -> Report:
@@ -109,6 +111,7 @@ def _report(
         case = Case(bundle, unit, mine, tolerances, wrong, right)
         explained = hints(case)
         notes += _whereabouts(case)
+        notes += _recipe(case)
         notes += _not_finite(results)
         notes += _vote(wrong[0], bundle)
     else:
@@ -119,8 +122,8 @@ def _report(
     if not wrong and (not any(gradients) if gradients else not right):
         raise ValueError(
             f"no gradient can be judged in {unit.name} with these weights, since rounding alone "
-            "may choose the winner of a softmax: smaller weights (--init training) or a finer "
-            "dtype is needed"
+            "may choose the winner of a softmax: smaller weights, such as those that training "
+            "starts from, or a finer dtype is needed"
         )
     if unjudged:
         notes.append(
@@ -128,7 +131,7 @@ def _report(
         )
     absent = [k for k in bundle.arrays if k not in results]
     if absent:
-        notes.append(f"not handed in: {_some(absent)}")
+        notes.append(f"not handed in: {len(absent)} of {len(bundle.arrays)} tensors")
     return Report(judgements, explained, tuple(notes), unit.name)
 
 
@@ -160,6 +163,8 @@ def _whereabouts(case: Case) -> Iterable[str]:
     found = names[0] if len(names) == 1 else f"one of {len(names)}, {names[0]} to {names[-1]}"
     if len(names) <= LISTED:
         found = ", ".join(names)
+    elif len(names) > MANY:
+        found += " (hand in entries, value/ and grad/, to narrow it down)"
     agree = f"; {_some(inputs)} agree{'s' if len(inputs) == 1 else ''}" if inputs else ""
     yield f"operation: {found}{agree}"
     forward = any(bundle.kind(k) in (FORWARD, "loss") for k in case.wrong)
@@ -175,6 +180,13 @@ def _whereabouts(case: Case) -> Iterable[str]:
         yield f"wrong as its consequence: {_some(follow)}"
     if roots:
         yield f"wrong on their own: {_some(roots)}"
+
+
+def _recipe(case: Case) -> Iterable[str]:
+    """The hyperparameters of the steps, where a step is what differs."""
+    if case.first.startswith(f"{STEP}/"):
+        recipe = ", ".join(f"{name} {value}" for name, value in case.bundle.optimizer.items())
+        yield f"the reference's steps: AdamW, {recipe}; parameters of one axis do not decay"
 
 
 def _not_finite(results: Arrays) -> Iterable[str]:
