@@ -22,6 +22,10 @@ ROUNDINGS = 64.0
 # So many elements are a few, and by so little may one alone miss, relative to the error.
 FEW_ELEMENTS = 4
 CHANCE = 1e-4
+# What is out by more than the inverse of this many tolerances is out by far.
+FAR = 0.1
+# In coarse formats much is explained by much, unless it is out by more than the inverse of this.
+COARSE = 0.01
 # The fill of a mask where float16 does not hold the model's own.
 LEAST_FLOAT16 = -65504.0
 
@@ -90,22 +94,26 @@ class Case:
         rest, error = self.distance(key, mine, prediction), self.distance(key, mine)
         return rest <= self.allowed(key, prediction) and rest <= UNEXPLAINED * error
 
-    def is_evidence(self, count: int) -> bool:
+    def is_evidence(self, count: int, predictions: Arrays | None = None) -> bool:
         """Whether an explanation of `count` of the wrong tensors, the first among them, tells much.
 
         A few numbers are matched by one of many explanations by chance. Then it must explain half
-        of what is wrong, or, where nothing else is, match four digits more than needed.
+        of what is wrong by far, or, where nothing else is, predict what is right as well, or match
+        four digits more than needed.
         """
+        if self.unit.stored and self.share(self.first) > COARSE:
+            return False
         if self.mine[self.first].size >= FEW_ELEMENTS:
             return True
-        total = len(self.comparable)
-        if total > 1:
-            return count > 1 and 2 * count >= total
-        error, reference = (
-            self.distance(self.first, self.mine[self.first]),
-            self.reference(self.first),
-        )
-        return self.allowed(self.first, reference) <= CHANCE * error
+        far = sum(key == self.first or self.share(key) < FAR for key in self.comparable)
+        if far > 1:
+            return 2 * count >= far
+        others = sum(key in predictions for key in self.right) if predictions else 0
+        return others >= FEW_ELEMENTS or self.share(self.first) <= CHANCE
+
+    def share(self, key: str) -> float:
+        """What is allowed, as a part of the error."""
+        return self.allowed(key, self.reference(key)) / self.distance(key, self.mine[key])
 
     def leaves_right(self, predictions: Arrays) -> bool:
         """Whether what agrees with the reference agrees with the predictions too."""

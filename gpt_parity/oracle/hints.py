@@ -37,7 +37,6 @@ def hints(case: Case) -> tuple[str, ...]:
     else:
         mistakes = _of_predictions(case, _pass_predictions(case))
     found = {text: count for text, count in found.items() if case.is_evidence(count)}
-    mistakes = {text: count for text, count in mistakes.items() if case.is_evidence(count)}
     most = max([*found.values(), *mistakes.values()], default=0)
     found |= {text: count for text, count in mistakes.items() if count == most}
     if len(found) > 1:
@@ -60,7 +59,7 @@ def _of_predictions(case: Case, predictions: Iterator[Prediction]) -> dict[str, 
         if not case.leaves_right(arrays) or not case.explains(case.first, arrays[case.first]):
             continue
         count = sum(case.explains(k, arrays[k]) for k in case.comparable if k in arrays)
-        if count > best.get(description, (0, ""))[0]:
+        if case.is_evidence(count, arrays) and count > best.get(description, (0, ""))[0]:
             best[description] = (count, place)
     return {f"{description}, {place}": count for description, (count, place) in best.items()}
 

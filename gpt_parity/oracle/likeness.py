@@ -165,7 +165,7 @@ def _updated(case: Case) -> Transformed:
     if not own.any():
         yield "no update: the weight is that before the step", apply
     else:
-        yield f"the update is {c:.6g} times that of the reference (another rate?)", apply
+        yield f"the update is {c:.4g} times that of the reference (another rate?)", apply
 
 
 def _is_reference(case: Case, key: str, x: np.ndarray) -> bool:
