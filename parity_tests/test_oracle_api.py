@@ -11,10 +11,12 @@ import numpy as np
 import pytest
 import torch
 
+import torch_impl
 from gpt_parity.config import PRESETS, ExportConfig
 from gpt_parity.oracle import Bundle, Report, check, save_bundle
 from gpt_parity.oracle.compare import LONGEST
 from gpt_parity.oracle.subject import export
+from gpt_parity.weights import set_weights
 from parity_tests.interop.torch_function_gpt import CausalAttention, loss_and_gradients
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -157,6 +159,27 @@ def test_bfloat16_of_torch(tmp_path: Path) -> None:
     assert sum(note.startswith("cannot see: in bfloat16") for note in report.notes) == 1
     with pytest.raises(ValueError, match="no gradient can be judged in bfloat16"):
         check(rounding, "source", "bfloat16")
+
+
+@pytest.mark.parametrize("dtype", ("bfloat16", "float16"))
+@pytest.mark.parametrize("preset", ("source", "wide"))
+def test_torch_in_half_types_is_not_accused(preset: str, dtype: str) -> None:
+    """A whole model in the format itself: weights, arithmetic and results."""
+    bundle = export(ExportConfig(out=Path("ref"), preset=preset, init="training", seed=1))
+    sizes = bundle.config
+
+    def half(weights: Arrays, tokens: np.ndarray, targets: np.ndarray) -> Any:
+        model = torch_impl.GPT(
+            sizes.vocab_size, sizes.context_size, sizes.embedding_size, sizes.blocks
+        )
+        set_weights(model, weights)
+        model = model.to(getattr(torch, dtype))
+        loss = torch_impl.GPTLoss()(model(tokens), targets)
+        loss.backward()
+        return loss, {name: p.grad for name, p in model.named_parameters()}
+
+    report = check(half, bundle, dtype)
+    assert report.ok and report.complete, str(report)
 
 
 def test_a_function_gets_copies(bundle: Bundle) -> None:
