@@ -92,24 +92,30 @@ class Case:
         if mine.shape != prediction.shape or not np.isfinite(prediction).all():
             return False
         rest, error = self.distance(key, mine, prediction), self.distance(key, mine)
-        return rest <= self.allowed(key, prediction) and rest <= UNEXPLAINED * error
+        return self.holds(key, prediction) and rest <= UNEXPLAINED * error
 
     def is_evidence(self, count: int, predictions: Arrays | None = None) -> bool:
         """Whether an explanation of `count` of the wrong tensors, the first among them, tells much.
 
-        A few numbers are matched by one of many explanations by chance. Then it must explain half
-        of what is wrong by far, or, where nothing else is, predict what is right as well, or match
-        four digits more than needed.
+        A few numbers are matched by one of many explanations by chance. Then it must hold for half
+        of what else is wrong, or, where it predicts nothing else, match four digits more than
+        needed.
         """
         if self.unit.stored and self.share(self.first) > COARSE:
             return False
         if self.mine[self.first].size >= FEW_ELEMENTS:
             return True
-        far = sum(key == self.first or self.share(key) < FAR for key in self.comparable)
-        if far > 1:
-            return 2 * count >= far
-        others = sum(key in predictions for key in self.right) if predictions else 0
-        return others >= FEW_ELEMENTS or self.share(self.first) <= CHANCE
+        if predictions is None:
+            far = sum(key == self.first or self.share(key) < FAR for key in self.comparable)
+            return 2 * count >= far if far > 1 else self.share(self.first) <= CHANCE
+        wrong = [k for k in self.comparable if k in predictions and k != self.first]
+        if len(wrong) + sum(k in predictions for k in self.right) < FEW_ELEMENTS:
+            return self.share(self.first) <= CHANCE
+        return 2 * sum(self.holds(k, predictions[k]) for k in wrong) >= len(wrong)
+
+    def holds(self, key: str, prediction: np.ndarray) -> bool:
+        """Whether a tensor is what was predicted, be it little or far out."""
+        return self.distance(key, self.mine[key], prediction) <= self.allowed(key, prediction)
 
     def share(self, key: str) -> float:
         """What is allowed, as a part of the error."""
