@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import subprocess
 import sys
 from pathlib import Path
@@ -213,8 +214,10 @@ def test_the_fixture_comes_with_the_package(tmp_path: Path) -> None:
         "def test_wrong(gradient_oracle):\n"
         "    gradient_oracle(forgetful, 'tiny')\n"
     )
+    installed = "gpt_parity" in importlib.metadata.entry_points(group="pytest11").names
+    plugin = [] if installed else ["-p", "gpt_parity.pytest_plugin"]
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "gpt_parity.pytest_plugin", str(tmp_path)],
+        [sys.executable, "-m", "pytest", "-q", *plugin, str(tmp_path)],
         cwd=ROOT, capture_output=True, text=True,
     )  # fmt: skip
     assert "1 failed, 1 passed" in done.stdout, done.stdout + done.stderr
