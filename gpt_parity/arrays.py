@@ -147,7 +147,8 @@ def _read_safetensors(path: Path, bfloat16: bool) -> tuple[Arrays, str | None]:
     try:
         with safe_open(path, framework="numpy") as file:
             manifest = (file.metadata() or {}).get("manifest")
-            kinds = {name: file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118
+            names = file.keys()
+            kinds = {name: file.get_slice(name).get_dtype() for name in names}
             strange = [name for name, kind in kinds.items() if kind not in RAW_DTYPES]
             if strange:
                 raise ValueError(f"{strange[0]} is {kinds[strange[0]]}, which NumPy does not have")

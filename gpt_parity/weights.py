@@ -16,6 +16,7 @@ from gpt_parity.backends import backend_of, build_model
 from gpt_parity.config import BACKENDS, DTYPES, GPTConfig
 from gpt_parity.corpus import CharTokenizer
 from gpt_parity.files import write_atomically
+from gpt_parity.manifest import parse_manifest
 from gpt_parity.schedule import require_integer
 from gpt_parity.tensors import as_array
 
@@ -23,6 +24,7 @@ CHECKPOINT_NAME = "checkpoint.safetensors"
 FORMAT = "gpt-parity checkpoint"
 FORMAT_VERSION = 1
 MOMENTS = ("exp_avg", "exp_avg_sq")
+KINDS = {"config": dict, "vocabulary": str, "backend": str, "dtype": str, "provenance": dict}
 
 
 def named_parameters(model: Any) -> dict[str, Any]:
@@ -224,7 +226,8 @@ def load_checkpoint(
     path = path / CHECKPOINT_NAME if path.is_dir() else path
     arrays, text = read_safetensors(path)
     try:
-        checkpoint = _from_arrays(_manifest(text), arrays)
+        manifest = parse_manifest(text, FORMAT, FORMAT_VERSION, KINDS, "a checkpoint of gpt-parity")
+        checkpoint = _from_arrays(manifest, arrays)
         if config is not None and config != checkpoint.config:
             raise ValueError(f"is of {checkpoint.config}, {config} is needed")
         if vocabulary is not None and vocabulary != checkpoint.vocabulary:
@@ -236,28 +239,6 @@ def load_checkpoint(
     except (TypeError, ValueError) as error:
         raise ValueError(f"{path}: {error}") from error
     return checkpoint
-
-
-def _manifest(text: str | None) -> dict[str, Any]:
-    if text is None:
-        raise ValueError("has no manifest, a checkpoint of gpt-parity is needed")
-    try:
-        manifest = json.loads(text)
-    except ValueError as error:
-        raise ValueError(f"manifest is not JSON ({error})") from error
-    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
-        raise ValueError(f"manifest is of another kind of file, {FORMAT!r} is needed")
-    version = require_integer("format version", manifest.get("version"), 1)
-    if version > FORMAT_VERSION:
-        raise ValueError(
-            f"format version is {version}, at most {FORMAT_VERSION} can be read; "
-            "a newer gpt-parity is needed"
-        )
-    kinds = {"config": dict, "vocabulary": str, "backend": str, "dtype": str, "provenance": dict}
-    for key, kind in kinds.items():
-        if not isinstance(manifest.get(key), kind):
-            raise ValueError(f"manifest: {key} is {manifest.get(key)!r}, {kind.__name__} is needed")
-    return manifest
 
 
 def _from_arrays(manifest: dict[str, Any], arrays: dict[str, np.ndarray]) -> Checkpoint:

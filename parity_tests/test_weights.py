@@ -460,6 +460,10 @@ def test_files_that_are_no_checkpoints_are_refused(tmp_path: Path) -> None:
         "text": (b"not a checkpoint at all", "is not a whole safetensors file"),
         "plain": (save({"w": np.zeros(2)}), "has no manifest"),
         "not json": (save({"w": np.zeros(2)}, metadata={"manifest": "{"}), "manifest is not JSON"),
+        "nested": (
+            save({"w": np.zeros(2)}, metadata={"manifest": "[" * 100_000}),
+            "manifest is not JSON",
+        ),
         "list": (save({"w": np.zeros(2)}, metadata={"manifest": "[]"}), "another kind of file"),
     }
     for name, (data, message) in contents.items():

@@ -12,6 +12,7 @@ import numpy as np
 
 from gpt_parity.arrays import read_arrays, require_names, write_arrays
 from gpt_parity.config import DTYPES, GPTConfig
+from gpt_parity.manifest import parse_manifest
 from gpt_parity.oracle.bundle import STEP, TOLERANCE, WEIGHT, Bundle, endless
 from gpt_parity.oracle.graph import GRAD, LOSS_KEY, VALUE
 from gpt_parity.oracle.tolerance import Tolerance
@@ -97,23 +98,8 @@ def load_bundle(path: Path) -> Bundle:
 
 
 def _manifest(text: str | None) -> dict[str, Any]:
-    if text is None:
-        raise ValueError("has no manifest, a bundle of `gpt-parity oracle export` is needed")
-    try:
-        manifest = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"manifest is not JSON ({error})") from error
-    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
-        raise ValueError(f"manifest is of another kind of file, {FORMAT!r} is needed")
-    version = require_integer("format version", manifest.get("version"), 1)
-    if version > FORMAT_VERSION:
-        raise ValueError(
-            f"format version is {version}, at most {FORMAT_VERSION} can be read; "
-            "a newer gpt-parity is needed"
-        )
-    for key, kind in KINDS.items():
-        if not isinstance(manifest.get(key), kind):
-            raise ValueError(f"manifest: {key} is {manifest.get(key)!r}, {kind.__name__} is needed")
+    origin = "a bundle of `gpt-parity oracle export`"
+    manifest = parse_manifest(text, FORMAT, FORMAT_VERSION, KINDS, origin)
     for key, vote in manifest["votes"].items():
         known = isinstance(vote, dict) and set(vote) == {"closure", "torch"}
         if not known or not all(v is None or _is_ratio(v) for v in vote.values()):

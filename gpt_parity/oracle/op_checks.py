@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -31,7 +32,7 @@ COTANGENTS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
 NOT_REPEATABLE = "not repeatable: called again on the same example, the function did not fail"
 
 
-class Checked:
+class Checked(ABC):
     """Something that can be tried on examples; `name` is that of its row of examples."""
 
     name: str
@@ -88,17 +89,17 @@ class Checked:
         hints = self.hints(forward_and_vjp, example, unit)
         return Report(judgements, hints, notes, title)
 
+    @abstractmethod
     def judgements(self, function: Callable[..., Any], example: Any, unit: Unit) -> list[Judgement]:
         """Call `function` on one example and judge what it returns."""
-        raise NotImplementedError
 
     def hints(self, function: Callable[..., Any], example: Any, unit: Unit) -> tuple[str, ...]:
         """Verified explanations of a failure."""
         return ()
 
+    @abstractmethod
     def arguments(self, example: Any) -> tuple[str, ...]:
         """Names of the example's operands and of its other arguments."""
-        raise NotImplementedError
 
     def describe(self, example: Any) -> str:
         """The example in one line: sizes, structure and seed."""
