@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
-import os
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from types import ModuleType
 from typing import Any
 
+from threadpoolctl import threadpool_limits
+
 from gpt_parity.config import BACKENDS, GPTConfig
 from gpt_parity.schedule import require_integer
-
-THREAD_VARIABLES = (
-    "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "VECLIB_MAXIMUM_THREADS",
-)  # fmt: skip
 
 
 class MissingBackendError(ImportError):
@@ -73,31 +69,16 @@ def build_model(
 
 @contextmanager
 def thread_limit(count: int, backend: str) -> Iterator[None]:
-    """Let the matrix products of the block use `count` threads.
+    """Let each matrix product of the block use `count` threads; what was set before returns.
 
-    PyTorch has a switch, which is turned back. NumPy's BLAS reads the environment once, when it
-    is loaded: it follows if NumPy is imported inside the block, or if threadpoolctl is installed;
-    otherwise set OMP_NUM_THREADS before Python starts.
+    In NumPy's BLAS and, for the backend "torch", in PyTorch.
     """
     require_integer("threads", count, 1)
+    load_backend(backend)
     with ExitStack() as restore:
-        if "numpy" not in sys.modules:
-            restore.callback(_restore_environment, {v: os.environ.get(v) for v in THREAD_VARIABLES})
-            os.environ.update(dict.fromkeys(THREAD_VARIABLES, str(count)))
-        elif importlib.util.find_spec("threadpoolctl") is not None:
-            threadpoolctl = importlib.import_module("threadpoolctl")
-            restore.enter_context(threadpoolctl.threadpool_limits(count, user_api="blas"))
+        restore.enter_context(threadpool_limits(count, user_api="blas"))
         if backend == "torch":
-            load_backend("torch")
             torch = sys.modules["torch"]
             restore.callback(torch.set_num_threads, torch.get_num_threads())
             torch.set_num_threads(count)
         yield
-
-
-def _restore_environment(values: dict[str, str | None]) -> None:
-    for name, value in values.items():
-        if value is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = value

@@ -16,7 +16,14 @@ from cyclopts import App, CycloptsError, Parameter
 from rich.console import Console
 
 from gpt_parity.backends import MissingBackendError, thread_limit
-from gpt_parity.config import CheckConfig, ExportConfig, GenerateConfig, TrainConfig, VerifyConfig
+from gpt_parity.config import (
+    BenchConfig,
+    CheckConfig,
+    ExportConfig,
+    GenerateConfig,
+    TrainConfig,
+    VerifyConfig,
+)
 from gpt_parity.provenance import package_version
 
 if TYPE_CHECKING:
@@ -52,7 +59,8 @@ def train(*, config: Annotated[TrainConfig | None, Parameter(name="*")] = None) 
     Example: gpt-parity train --backend numpy --data data/tinyshakespeare.txt --eval-every 2000
     """
     config = config or TrainConfig()
-    with thread_limit(config.threads, config.backend):
+    # NumPy splits the batch instead, see GPTTrainer.
+    with thread_limit(1 if config.backend == "numpy" else config.cores, config.backend):
         from gpt_parity import runs
 
         return runs.train(config)
@@ -97,6 +105,17 @@ def verify(*, config: Annotated[VerifyConfig | None, Parameter(name="*")] = None
         if config.json is not None:
             write_atomically(config.json, verification.json())
         return 0 if verification.ok else 1
+
+
+@app.command
+def bench(*, config: Annotated[BenchConfig | None, Parameter(name="*")] = None) -> int:
+    """Time both backends side by side: steps, forward passes, generation, memory, the oracle.
+
+    Example: gpt-parity bench --sizes source small --parts step memory
+    """
+    from gpt_parity.bench.run import run
+
+    return run(config or BenchConfig(), PipeConsole())
 
 
 oracle = App(

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from cyclopts import Parameter
 
@@ -13,6 +14,10 @@ from gpt_parity.schedule import require_integer, require_real
 
 Backend = Literal["numpy", "torch"]
 Dtype = Literal["float32", "float64"]
+
+# Operations of a step from which splitting it gains: threads wait for each other, and for the
+# interpreter, some tenths of a millisecond.
+WORTH_SEVERAL_CORES = 4 * 10**8
 
 BACKENDS: tuple[Backend, ...] = ("numpy", "torch")
 DTYPES: tuple[Dtype, ...] = ("float32", "float64")
@@ -64,6 +69,16 @@ class GPTConfig:
     def parameter_count(self) -> int:
         """Return the number of weights."""
         return sum(math.prod(shape) for shape in self.parameter_shapes().values())
+
+    def operations(self, batch_size: int, length: int) -> int:
+        """Additions and multiplications in the matrix products of one training step.
+
+        A product of n rows with a weight of p elements takes 2 n p forward, and twice that for its
+        two gradients; so do the two products in attention, T columns wide.
+        """
+        width = self.embedding_size
+        linear = self.blocks * 9 * width * width + width * self.vocab_size
+        return 6 * batch_size * length * (linear + self.blocks * 2 * length * width)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,8 +132,8 @@ class TrainConfig:
     """Steps between two lines of metrics.jsonl; the loss in a line is the mean over its steps."""
     sample_tokens: int = 300
     """Characters of the sample that is generated at the end."""
-    threads: int = 1
-    """Threads of the matrix products; these models are fastest with one."""
+    threads: int | None = None
+    """Cores to train on; by default one, or all where the model is large enough to gain."""
 
     def __post_init__(self) -> None:
         require_choices(self)
@@ -126,10 +141,10 @@ class TrainConfig:
         if seed >= 2**32:
             raise ValueError(f"seed is {seed}, less than 2**32 is needed")
         sizes = ("epochs", "batch_size", "context_size", "embedding_size", "blocks", "log_every",
-                 "sample_tokens", "threads")  # fmt: skip
+                 "sample_tokens")  # fmt: skip
         for name in sizes:
             require_integer(name, getattr(self, name), 1)
-        for name in ("max_steps", "eval_every"):
+        for name in ("max_steps", "eval_every", "threads"):
             if getattr(self, name) is not None:
                 require_integer(name, getattr(self, name), 1)
         require_integer("warmup", self.warmup, 0)
@@ -157,6 +172,15 @@ class TrainConfig:
     def run_folder(self) -> Path:
         """`out`, or the folder named after backend, dtype and seed."""
         return self.out or Path("runs") / f"{self.backend}-{self.dtype}-seed{self.seed}"
+
+    @property
+    def cores(self) -> int:
+        """`threads`, or as many as are fastest for a step of this size."""
+        if self.threads is not None:
+            return self.threads
+        # Of the vocabulary nothing is known here, and its part is small.
+        work = self.model(1).operations(self.batch_size, self.context_size)
+        return available_cores() if work >= WORTH_SEVERAL_CORES else 1
 
     def model(self, vocab_size: int) -> GPTConfig:
         """Return the model's part of this configuration."""
@@ -228,6 +252,58 @@ class VerifyConfig:
             raise ValueError(f"json is {self.json}, a file in a folder that exists is needed")
         if require_integer("seed", self.seed, 0) >= 2**32:
             raise ValueError(f"seed is {self.seed}, less than 2**32 is needed")
+
+
+BenchPart = Literal[
+    "step", "forward", "generation", "oracle", "memory", "start", "profile", "recipe", "growth",
+    "suite",
+]  # fmt: skip
+BenchSize = Literal["source", "small", "medium"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchConfig:
+    """What to time, and for how long.
+
+    Raises ValueError for values out of range, TypeError for values of another type.
+    """
+
+    parts: Annotated[tuple[BenchPart, ...], Parameter(consume_multiple=True)] = (
+        "step", "forward", "generation", "oracle", "memory", "start",
+    )  # fmt: skip
+    """What to measure; recipe, growth and suite take minutes more."""
+    sizes: Annotated[tuple[BenchSize, ...], Parameter(consume_multiple=True)] = (
+        "source", "small", "medium",
+    )  # fmt: skip
+    """Models: that of the text, and two larger ones."""
+    profile: bool = False
+    """Also say where the NumPy step spends its time, operation by operation."""
+    seconds: float = 20.0
+    """Time for each comparison; at least 7 rounds are run whatever they take."""
+    data: Path | None = None
+    """Text of the part "recipe"; by default as in training."""
+    recipe_steps: int | None = None
+    """End the part "recipe" after so many steps."""
+    json: Path | None = None
+    """Also write every figure to this file."""
+    report: Path | None = None
+    """Also write the tables into this Markdown file, each in place of its last version."""
+
+    def __post_init__(self) -> None:
+        if not 0 < require_real("seconds", self.seconds) < math.inf:
+            raise ValueError(f"seconds is {self.seconds}, a finite number above 0 is needed")
+        if self.recipe_steps is not None:
+            require_integer("recipe_steps", self.recipe_steps, 1)
+        for name, known in (("parts", get_args(BenchPart)), ("sizes", get_args(BenchSize))):
+            for value in getattr(self, name):
+                if value not in known:
+                    raise ValueError(f"{name} has {value!r}, of {known} is needed")
+            if not getattr(self, name):
+                raise ValueError(f"{name} is empty, at least one of {known} is needed")
+        for name in ("json", "report"):
+            path = getattr(self, name)
+            if path is not None and (path.is_dir() or not path.parent.is_dir()):
+                raise ValueError(f"{name} is {path}, a file in a folder that exists is needed")
 
 
 @dataclass(frozen=True)
@@ -320,6 +396,13 @@ class ExportConfig:
         return {name: getattr(self, name) for name in HYPERPARAMETERS}
 
 
+# Sizes of the benchmark's models: that of the text, and larger ones.
+BENCHMARKS: dict[str, Preset] = {
+    "source": Preset(GPTConfig(65, 32, 64, 2), batch_size=4, length=32),
+    "small": Preset(GPTConfig(65, 64, 128, 4), batch_size=12, length=64),
+    "medium": Preset(GPTConfig(65, 256, 384, 6), batch_size=8, length=256),
+}
+
 HYPERPARAMETERS = ("learning_rate", "betas", "eps", "weight_decay", "max_norm")
 
 
@@ -340,6 +423,13 @@ class CheckConfig:
     """Judge only what matches this pattern, such as "grad/*bias"."""
     json: bool = False
     """Print the report as JSON."""
+
+
+def available_cores() -> int:
+    """Cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def require_choices(config: object) -> None:

@@ -15,13 +15,13 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, Any
 
-from gpt_parity.backends import build_model, load_backend
+from gpt_parity.backends import load_backend
 from gpt_parity.config import GenerateConfig, GPTConfig, TrainConfig
 from gpt_parity.corpus import CharDataset, Corpus, read_corpus
 from gpt_parity.files import write_atomically
 from gpt_parity.provenance import portable, provenance
 from gpt_parity.schedule import WarmupCosineScheduler
-from gpt_parity.training import GPTTrainer, StepResult, stream
+from gpt_parity.training import GPTTrainer, StepResult, new_trainer, stream
 from gpt_parity.weights import CHECKPOINT_NAME, load_checkpoint, save_checkpoint
 
 CONFIG_NAME = "config.json"
@@ -40,7 +40,7 @@ def train(config: TrainConfig) -> int:
     that does not do; OSError for a folder that cannot be written; FloatingPointError when
     training diverges (the checkpoint of the last validation stays).
     """
-    backend = load_backend(config.backend)
+    load_backend(config.backend)
     corpus = read_corpus(config.data)
     try:
         dataset = CharDataset(
@@ -54,11 +54,7 @@ def train(config: TrainConfig) -> int:
         config.learning_rate, steps, config.warmup, config.min_learning_rate
     )
     model_config = config.model(dataset.vocab_size)
-    model = build_model(config.backend, model_config, config.seed, config.dtype)
-    optimizer = backend.AdamWOptimizer(
-        model.parameters(), config.learning_rate, config.betas, config.eps, config.weight_decay
-    )
-    trainer = GPTTrainer(model, backend.GPTLoss(), optimizer, config.max_norm)
+    trainer = new_trainer(config, model_config)
 
     folder = config.run_folder
     open_run_folder(folder, config.overwrite)

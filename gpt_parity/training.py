@@ -9,10 +9,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from gpt_parity.backends import backend_of, load_backend
+from gpt_parity.backends import backend_of, build_model, load_backend
+from gpt_parity.config import GPTConfig, TrainConfig
 from gpt_parity.corpus import CharDataset, CharTokenizer
 from gpt_parity.sampling import sample
 from gpt_parity.schedule import require_integer
+from numpy_impl.memory import keep_freed_memory
+from numpy_impl.parallel import BatchParts
 
 
 class StepResult(NamedTuple):
@@ -26,15 +29,19 @@ class StepResult(NamedTuple):
 class GPTTrainer:
     """Trains and tests a model of either backend.
 
-    max_norm: the largest norm of all gradients together, see `clip_grad_norm`. `steps` counts
-    the finished training steps.
+    max_norm: the largest norm of all gradients together, see `clip_grad_norm`. threads: a NumPy
+    model splits each batch among so many, see `BatchParts`; PyTorch has a switch of its own.
+    `steps` counts the finished training steps.
     """
 
-    def __init__(self, model: Any, loss_fn: Any, optimizer: Any, max_norm: float = 1.0) -> None:
-        backend_of(model)
+    def __init__(
+        self, model: Any, loss_fn: Any, optimizer: Any, max_norm: float = 1.0, *, threads: int = 1
+    ) -> None:
+        require_integer("threads", threads, 1)
         self.model, self.loss_fn, self.optimizer = model, loss_fn, optimizer
         self.max_norm = max_norm
         self.steps = 0
+        self.parts = BatchParts(threads) if backend_of(model) == "numpy" and threads > 1 else None
 
     def train_step(self, tokens: np.ndarray, targets: np.ndarray) -> StepResult:
         """One update on one batch:  tokens, targets (B, T) integers.
@@ -44,12 +51,8 @@ class GPTTrainer:
         """
         with np.errstate(over="ignore", invalid="ignore"):  # judged at the loss and the norm
             self.optimizer.zero_grad()
-            loss = self.loss_fn(self.model(tokens), targets)
-            value = loss.item()
             try:
-                if not math.isfinite(value):
-                    raise FloatingPointError(f"loss: got {value}, needed a finite number")
-                loss.backward()
+                value = self._backward(tokens, targets)
                 norm = self.optimizer.clip_grad_norm(self.max_norm)
             except FloatingPointError as error:
                 self.optimizer.zero_grad()
@@ -59,6 +62,21 @@ class GPTTrainer:
             self.optimizer.step()
         self.steps += 1
         return StepResult(value, norm, self.optimizer.lr)
+
+    def _backward(self, tokens: np.ndarray, targets: np.ndarray) -> float:
+        """The loss, whose gradient has been added to the parameters; FloatingPointError for NaN."""
+
+        def loss_of(tokens: np.ndarray, targets: np.ndarray) -> Any:
+            loss = self.loss_fn(self.model(tokens), targets)
+            if not math.isfinite(loss.item()):
+                raise FloatingPointError(f"loss: got {loss.item()}, needed a finite number")
+            return loss
+
+        if self.parts is not None:
+            return self.parts.backward(loss_of, tokens, targets)
+        loss = loss_of(tokens, targets)
+        loss.backward()
+        return loss.item()
 
     def train(
         self, dataset: CharDataset, epochs: int, scheduler: Callable[[int], float], *,
@@ -74,7 +92,7 @@ class GPTTrainer:
         if max_steps is not None:
             require_integer("max_steps", max_steps, 1)
         results: list[StepResult] = []
-        with layer_modes(self.model, training=True):
+        with layer_modes(layers_of(self.model), training=True), keep_freed_memory():
             for _ in range(epochs):
                 for tokens, targets in dataset.batches("train"):
                     if len(results) == max_steps:
@@ -130,6 +148,16 @@ class GPTTrainer:
         return stream(self.model, tokenizer, prompt, steps, temperature, top_k, seed)
 
 
+def new_trainer(config: TrainConfig, model_config: GPTConfig) -> GPTTrainer:
+    """A trainer with a new model, as `config` describes them."""
+    backend = load_backend(config.backend)
+    model = build_model(config.backend, model_config, config.seed, config.dtype)
+    optimizer = backend.AdamWOptimizer(
+        model.parameters(), config.learning_rate, config.betas, config.eps, config.weight_decay
+    )
+    return GPTTrainer(model, backend.GPTLoss(), optimizer, config.max_norm, threads=config.cores)
+
+
 def stream(
     model: Any, tokenizer: CharTokenizer, prompt: str, steps: int,
     temperature: float = 1.0, top_k: int | None = None, seed: int = 0,
@@ -157,13 +185,16 @@ def stream(
     uniforms = np.random.RandomState(seed)
 
     def characters() -> Iterator[str]:
-        window = ids[-model.context_size :]  # (T,)
+        layers = layers_of(model)
+        window, past = ids[-model.context_size :], None  # (T,)
         for _ in range(steps):
             # No `yield` inside the block: what a suspended generator sets, its caller would see.
-            with inference(model):
-                logits = as_array(model(window[None]))[0, -1]  # (V,)
-            token = sample(logits, temperature, top_k, uniforms.random_sample())
-            window = np.append(window, token)[-model.context_size :]
+            with inference(model, layers):
+                logits, past = model.predict_next(window[None], past)  # (1, V)
+            token = sample(logits[0], temperature, top_k, uniforms.random_sample())
+            if len(window) == model.context_size:  # from here on, every token moves
+                window, past = window[1:], None
+            window = np.append(window, token)
             yield tokenizer.decode([token])
 
     return characters()
@@ -175,21 +206,28 @@ def as_array(tensor: Any) -> np.ndarray:
 
 
 @contextmanager
-def layer_modes(model: Any, training: bool) -> Iterator[None]:
-    """Set the mode of every layer; each has its own again afterwards, whatever happens inside."""
-    before = [(layer, layer.training) for _, layer in model.named_modules()]
-    model.train(training)
+def layer_modes(layers: list[Any], training: bool) -> Iterator[None]:
+    """Set the mode of the layers; each has its own again afterwards, whatever happens inside."""
+    before = [layer.training for layer in layers]
     try:
+        for layer in layers:
+            layer.training = training
         yield
     finally:
-        for layer, mode in before:
+        for layer, mode in zip(layers, before, strict=True):
             layer.training = mode
 
 
+def layers_of(model: Any) -> list[Any]:
+    """Every layer of a model of either backend."""
+    return [layer for _, layer in model.named_modules()]
+
+
 @contextmanager
-def inference(model: Any) -> Iterator[None]:
-    """Evaluation mode without a graph, for a block of code."""
+def inference(model: Any, layers: list[Any] | None = None) -> Iterator[None]:
+    """Evaluation mode without a graph, for a block of code; `layers` spares looking for them."""
     no_grad = load_backend(backend_of(model)).no_grad
     overflow_is_judged_later = np.errstate(over="ignore", invalid="ignore")
-    with layer_modes(model, training=False), no_grad(), overflow_is_judged_later:
+    layers = layers_of(model) if layers is None else layers
+    with layer_modes(layers, training=False), no_grad(), overflow_is_judged_later:
         yield

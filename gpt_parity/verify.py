@@ -25,6 +25,7 @@ from gpt_parity.oracle.tolerance import Tolerances, model_tolerances
 from gpt_parity.oracle.trace import Trace, trace
 from gpt_parity.schedule import WarmupCosineScheduler
 from gpt_parity.weights import get_weights, load_checkpoint, set_weights
+from numpy_impl.memory import keep_freed_memory
 
 BATCH_SIZE = 4
 
@@ -53,7 +54,7 @@ def verify(
     setting = _lockstep_setting(config, subject)
 
     if config.steps == 0 or config.processes == 1:
-        with thread_limit(1, "torch"):
+        with thread_limit(1, "torch"), keep_freed_memory():
             result = _verification(config, subject)
             on_pass(result)
             if not result.ok:
@@ -69,7 +70,7 @@ def verify(
             float32 = pool.submit(_common_state_float32, setting)
         workers = set(multiprocessing.active_children()) - others
         try:
-            with thread_limit(1, "torch"):
+            with thread_limit(1, "torch"), keep_freed_memory():
                 result = _verification(config, subject)
                 on_pass(result)
                 if result.ok:
@@ -95,7 +96,7 @@ def _interrupts_ignored() -> Iterator[None]:
 
 
 def _common_state_float32(setting: Setting) -> Outcome:
-    with thread_limit(1, "torch"):
+    with thread_limit(1, "torch"), keep_freed_memory():
         return common_state_float32(setting)
 
 

@@ -6,11 +6,13 @@ leading axes. Complex data is for the complex step, so maxima and bounds go by t
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
 import numpy as np
 
+from numpy_impl import tape
 from numpy_impl.tensor import Tensor
 
 SQRT_2_OVER_PI = math.sqrt(2.0 / math.pi)
@@ -18,6 +20,10 @@ GELU_CUBIC = 0.044715
 # tanh is exactly +-1 long before this argument in every dtype, and its cube does not overflow
 # the smallest one, float16.
 GELU_SATURATED = 20.0
+# Rows of a table times ids, up to which a product with one-hot rows is faster than sorting.
+SMALL_LOOKUP = 2**14
+# Elements at a time of a long elementwise chain, whose arrays then stay in a processor's cache.
+BLOCK = 2**15
 
 
 def gelu(x: Tensor) -> Tensor:
@@ -26,15 +32,38 @@ def gelu(x: Tensor) -> Tensor:
     y = x/2 (1 + tanh(u)),  u = sqrt(2/pi) (x + 0.044715 x^3);  any shape, dtype kept.
     The gradient is finite for every finite x (PyTorch's is NaN from |x| about 1.9e19 in float32).
     """
-    c = np.clip(x.data, -GELU_SATURATED, GELU_SATURATED)  # complex numbers go by the real part
-    c2 = c * c  # x ** 3 is ~190x slower than products in float32
-    t = np.tanh(SQRT_2_OVER_PI * c * (1.0 + GELU_CUBIC * c2))
+    z = x.data.reshape(-1)
+    y = np.empty_like(z)
+    # The derivative is all that the backward pass needs, and cheapest while everything is at hand.
+    dy = np.empty_like(z) if tape.records(x) else None
+    for start in range(0, z.size, BLOCK):
+        part = slice(start, start + BLOCK)
+        _gelu(z[part], y[part], None if dy is None else dy[part])
 
     def gradient_fn(grad: np.ndarray) -> tuple[np.ndarray]:
-        du = SQRT_2_OVER_PI * (1.0 + 3.0 * GELU_CUBIC * c2)
-        return (grad * (0.5 * (1.0 + t + c * (1.0 - t * t) * du)),)
+        return (grad * dy.reshape(x.shape),)
 
-    return Tensor.from_op("gelu", 0.5 * x.data * (1.0 + t), (x,), gradient_fn)
+    return Tensor.from_op("gelu", y.reshape(x.shape), (x,), gradient_fn)
+
+
+def _gelu(z: np.ndarray, y: np.ndarray, dy: np.ndarray | None) -> None:
+    """Fill y = z phi and dy = phi + 2 z phi (1 - phi) u', where phi = (1 + tanh(u)) / 2."""
+    c = np.clip(z, -GELU_SATURATED, GELU_SATURATED)  # complex numbers go by the real part
+    c2 = c * c  # x ** 3 is ~190x slower than products in float32
+    c2 *= SQRT_2_OVER_PI * GELU_CUBIC
+    phi = np.add(c2, SQRT_2_OVER_PI, out=y)
+    phi *= c
+    np.tanh(phi, out=phi)
+    phi += 1.0
+    phi *= 0.5
+    if dy is not None:
+        c2 *= 6.0
+        c2 += 2.0 * SQRT_2_OVER_PI
+        np.multiply(c, c2, out=dy)  # 2 c u'
+        dy *= phi
+        dy *= np.subtract(1.0, phi, out=c)
+        dy += phi
+    phi *= z
 
 
 def softmax(x: Tensor) -> Tensor:
@@ -44,11 +73,15 @@ def softmax(x: Tensor) -> Tensor:
     A row that is all -inf or holds NaN or +inf gives NaN, as in PyTorch.
     """
     with np.errstate(invalid="ignore"):
-        e = np.exp(x.data - x.data.real.max(axis=-1, keepdims=True))
-    p = e / e.sum(axis=-1, keepdims=True)
+        p = x.data - x.data.real.max(axis=-1, keepdims=True)
+        np.exp(p, out=p)
+    p /= p.sum(axis=-1, keepdims=True)
 
     def gradient_fn(grad: np.ndarray) -> tuple[np.ndarray]:
-        return (p * (grad - (grad * p).sum(axis=-1, keepdims=True)),)
+        dx = grad * p
+        np.subtract(grad, dx.sum(axis=-1, keepdims=True), out=dx)
+        dx *= p
+        return (dx,)
 
     return Tensor.from_op("softmax", p, (x,), gradient_fn)
 
@@ -61,7 +94,14 @@ def tril(x: Tensor, value: float) -> Tensor:
     """
     if x.ndim < 2:
         raise ValueError(f"tril: got shape {x.shape}, needed at least two axes")
-    return _select("tril", x, np.tri(*x.shape[-2:], dtype=bool), value)
+    return _select("tril", x, _triangle(*x.shape[-2:]), value)
+
+
+@functools.lru_cache(maxsize=8)
+def _triangle(rows: int, columns: int) -> np.ndarray:
+    keep = np.tri(rows, columns, dtype=bool)
+    keep.flags.writeable = False
+    return keep
 
 
 def _select(op: str, x: Tensor, keep: np.ndarray, value: float) -> Tensor:
@@ -70,10 +110,16 @@ def _select(op: str, x: Tensor, keep: np.ndarray, value: float) -> Tensor:
     if math.isfinite(value):
         value = max(value, float(np.finfo(x.dtype).min))
 
-    def gradient_fn(grad: np.ndarray) -> tuple[np.ndarray]:
-        return (np.where(keep, grad, 0.0),)
+    drop = ~keep
 
-    return Tensor.from_op(op, np.where(keep, x.data, value), (x,), gradient_fn)
+    def gradient_fn(grad: np.ndarray) -> tuple[np.ndarray]:
+        dx = grad.copy()
+        np.copyto(dx, 0.0, where=drop)
+        return (dx,)
+
+    y = x.data.copy()
+    np.copyto(y, value, where=drop)
+    return Tensor.from_op(op, y, (x,), gradient_fn)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -81,21 +127,21 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
     dx = G W,  dW = G^T x and db = sum G over all leading axes.
     """
-    if x.ndim < 1 or x.shape[-1] != weight.shape[-1]:
-        raise ValueError(f"linear: got input {x.shape}, needed (..., {weight.shape[-1]})")
-    if not x.dtype == weight.dtype == bias.dtype:
-        raise TypeError(f"linear: got {x.dtype}, {weight.dtype}, {bias.dtype}, needed one dtype")
+    shape, w = x.data.shape, weight.data
+    if not shape or shape[-1] != w.shape[-1]:
+        raise ValueError(f"linear: got input {shape}, needed (..., {w.shape[-1]})")
+    if not x.dtype == w.dtype == bias.dtype:
+        raise TypeError(f"linear: got {x.dtype}, {w.dtype}, {bias.dtype}, needed one dtype")
     # Leading axes flattened: one large product is faster than many small ones.
-    x2 = x.data.reshape(-1, x.shape[-1])  # (N, in)
-    y = x2 @ weight.data.T + bias.data  # (N, out)
+    x2 = x.data.reshape(-1, shape[-1])  # (N, in)
+    y = x2 @ w.T  # (N, out)
+    y += bias.data
 
     def gradient_fn(grad: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        g2 = grad.reshape(y.shape)
-        return (g2 @ weight.data).reshape(x.shape), g2.T @ x2, g2.sum(axis=0)
+        g2 = grad.reshape(-1, grad.shape[-1])
+        return (g2 @ w).reshape(shape), g2.T @ x2, g2.sum(axis=0)
 
-    return Tensor.from_op(
-        "linear", y.reshape(*x.shape[:-1], bias.shape[0]), (x, weight, bias), gradient_fn
-    )
+    return Tensor.from_op("linear", y.reshape(*shape[:-1], len(w)), (x, weight, bias), gradient_fn)
 
 
 def embedding(table: Tensor, ids: Any) -> Tensor:
@@ -108,13 +154,26 @@ def embedding(table: Tensor, ids: Any) -> Tensor:
 
     def gradient_fn(grad: np.ndarray) -> tuple[np.ndarray, None]:
         # Equal ids stand together after sorting, so each row is the sum of one segment.
-        order = np.argsort(ids, axis=None, kind="stable")
-        rows, starts = np.unique(ids.reshape(-1)[order], return_index=True)
         dtable = np.zeros_like(table.data)
-        dtable[rows] = np.add.reduceat(grad.reshape(-1, grad.shape[-1])[order], starts)
+        if dtable.shape[0] * ids.size <= SMALL_LOOKUP and np.isfinite(grad).all():
+            # The same sums as one product, which would spread NaN and inf over all rows.
+            onehot = np.zeros((len(dtable), ids.size), dtable.dtype)
+            onehot[ids.reshape(-1), np.arange(ids.size)] = 1.0
+            return np.matmul(onehot, grad.reshape(ids.size, grad.shape[-1]), out=dtable), None
+        counts = np.bincount(ids.reshape(-1), minlength=len(dtable))
+        if counts.max(initial=0) <= 1:
+            dtable[ids] = grad
+            return dtable, None
+        rows = np.flatnonzero(counts)
+        starts = (counts.cumsum() - counts)[rows]
+        order = ids.argsort(axis=None, kind="stable")
+        sorted_rows = grad.reshape(-1, grad.shape[-1]).take(order, axis=0)
+        dtable[rows] = np.add.reduceat(sorted_rows, starts)
         return dtable, None
 
-    return Tensor.from_op("embedding", table.data[ids], (table, Tensor(ids)), gradient_fn)
+    return Tensor.from_op(
+        "embedding", table.data.take(ids, axis=0), (table, Tensor(ids)), gradient_fn
+    )
 
 
 def cross_entropy(logits: Tensor, targets: Any) -> Tensor:
@@ -135,14 +194,16 @@ def cross_entropy(logits: Tensor, targets: Any) -> Tensor:
     rows, columns = np.arange(len(x)), targets.reshape(-1)
     with np.errstate(invalid="ignore"):
         z = x - x.real.max(axis=-1, keepdims=True)
-    e = np.exp(z)
+    picked = z[rows, columns]
+    e = np.exp(z, out=z)
     total = e.sum(axis=-1, keepdims=True)
-    loss = (np.log(total[:, 0]) - z[rows, columns]).sum() / len(x)
+    loss = (np.log(total[:, 0]) - picked).sum() / len(x)
 
     def gradient_fn(grad: np.ndarray) -> tuple[np.ndarray, None]:
         dx = e / total
         dx[rows, columns] -= 1.0
-        return (dx * (grad / len(x))).reshape(logits.shape), None
+        dx *= grad / len(x)
+        return dx.reshape(logits.shape), None
 
     return Tensor.from_op("cross_entropy", loss, (logits, Tensor(targets)), gradient_fn)
 
@@ -173,8 +234,8 @@ def check_ids(name: str, ids: Any, size: int) -> np.ndarray:
     ids = np.asarray(ids.data if isinstance(ids, Tensor) else ids)
     if ids.dtype.kind not in ("i", "u"):
         raise TypeError(f"{name}: got dtype {ids.dtype}, needed integers")
-    bad = ids[(ids < 0) | (ids >= size)]
-    if bad.size:
+    if ids.size and (ids.min() < 0 or ids.max() >= size):
+        bad = ids[(ids < 0) | (ids >= size)]
         raise ValueError(f"{name}: got {bad[0]}, needed 0 to {size - 1}")
     return ids.astype(np.int64)
 

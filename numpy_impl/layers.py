@@ -21,11 +21,17 @@ class Parameter(Tensor):
         super().__init__(data)
         ParameterBuffer([self])
 
+    def stage(self, grad: np.ndarray) -> np.ndarray:
+        """Copied into the flat gradient at once, if there is none yet, so that `grad` may go."""
+        if self.grad is not None:
+            return grad
+        self.grad_view[...] = grad
+        return self.grad_view
+
     def accumulate_grad(self, grad: np.ndarray) -> None:
         """Add to `grad`, a view into the flat gradient (the first gradient overwrites it)."""
         if self.grad is None:
-            np.copyto(self.grad_view, grad)
-            self.grad = self.grad_view
+            self.grad = self.stage(grad) if grad is not self.grad_view else grad
         else:
             self.grad += grad
 

@@ -11,6 +11,9 @@ import numpy as np
 
 from numpy_impl.layers import Parameter, ParameterBuffer
 
+# Elements that are updated at a time: five arrays of them stay in a processor's cache.
+BLOCK = 2**17
+
 
 class AdamWOptimizer:
     """Adam with decoupled weight decay (Loshchilov & Hutter 2019, algorithm 2).
@@ -57,25 +60,33 @@ class AdamWOptimizer:
         if error_if_nonfinite and not math.isfinite(norm):
             raise FloatingPointError(f"gradient norm: got {norm}, needed a finite number")
         scale = max_norm / (norm + 1e-6)
-        with np.errstate(invalid="ignore"):  # 0 * inf is NaN, as in PyTorch
-            self.buffer.grad *= 1.0 if scale > 1.0 else scale
+        if not scale >= 1.0:  # NaN too
+            with np.errstate(invalid="ignore"):  # 0 * inf is NaN, as in PyTorch
+                self.buffer.grad *= scale
         return norm
 
     def step(self) -> None:
         """One update of every parameter that has a gradient."""
         self._gather()
+        beta1, beta2 = self.betas
         for rows, t, decays in self._runs():
             w, g = self.buffer.data[rows], self.buffer.grad[rows]
             m, v = self.exp_avg[rows], self.exp_avg_sq[rows]
-            beta1, beta2 = self.betas
             if decays:
                 w *= 1.0 - self.lr * self.weight_decay
             m *= beta1
-            m += (1.0 - beta1) * g
+            update = np.multiply(g, 1.0 - beta1)
+            m += update
             v *= beta2
-            v += (1.0 - beta2) * g * g
-            denominator = np.sqrt(v) / math.sqrt(1.0 - beta2**t) + self.eps
-            w -= self.lr / (1.0 - beta1**t) * m / denominator
+            np.multiply(g, g, out=update)
+            update *= 1.0 - beta2
+            v += update
+            np.sqrt(v, out=update)
+            update *= 1.0 / math.sqrt(1.0 - beta2**t)
+            update += self.eps
+            np.divide(m, update, out=update)
+            update *= self.lr / (1.0 - beta1**t)
+            w -= update
 
     def _gather(self) -> None:
         """Bring gradients that were assigned from outside into the flat buffer."""
@@ -103,8 +114,9 @@ class AdamWOptimizer:
                 run = list(group)
                 for i in run:
                     self.steps[i] = steps + 1
-                start, stop = self.buffer.slices[run[0]].start, self.buffer.slices[run[-1]].stop
-                yield slice(start, stop), steps + 1, decays
+                end = self.buffer.slices[run[-1]].stop
+                for start in range(self.buffer.slices[run[0]].start, end, BLOCK):
+                    yield slice(start, min(start + BLOCK, end)), steps + 1, decays
 
     def state(self) -> dict[str, list[Any]]:
         """Copies of both moments, and the step counts, in the order of the parameters."""

@@ -6,7 +6,7 @@ of one backward call, and only this file undoes broadcasting and accumulates.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
@@ -74,73 +74,113 @@ def is_grad_enabled() -> bool:
     return _grad_enabled.get()
 
 
+def records(*parents: Tensor) -> bool:
+    """Whether an operation on these tensors enters the graph."""
+    if _grad_enabled.get():
+        for parent in parents:
+            if parent.requires_grad:
+                return True
+    return False
+
+
 def backward_pass(root: Tensor, cotangent: np.ndarray, retain_graph: bool) -> None:
-    """Propagate `cotangent` from `root`, then add to the leaves, in the order of the graph."""
-    order = topological_order(root)
+    """Propagate `cotangent` from `root`, then add to the leaves, in a fixed order."""
+    for node, grad in gradients_of(root, cotangent, retain_graph, stage):
+        node.accumulate_grad(grad)
+
+
+Store = Callable[["Tensor", np.ndarray], np.ndarray]
+
+
+def leave(node: Tensor, grad: np.ndarray) -> np.ndarray:
+    """A gradient stays where it is until the pass has ended."""
+    return grad
+
+
+def stage(node: Tensor, grad: np.ndarray) -> np.ndarray:
+    """A gradient waits where its tensor wants it; for one pass at a time."""
+    return node.stage(grad)
+
+
+def gradients_of(
+    root: Tensor, cotangent: np.ndarray, retain_graph: bool = False, store: Store = leave
+) -> list[tuple[Tensor, np.ndarray]]:
+    """The gradient of every leaf, and of every tensor that retains its own; changes none of them.
+
+    `store` is called as soon as a gradient is complete, and says where it is from then on. The
+    graph is freed, unless `retain_graph`, only after the whole pass has succeeded.
+    """
+    uses = count_uses(root)
     gradients = {root: cotangent}
     finished: list[tuple[Tensor, np.ndarray]] = []
-    for node in reversed(order):
+    ready, done = [root], []
+    while ready:
+        node = ready.pop()
+        done.append(node)
         grad = gradients.pop(node, None)
-        if grad is None:
-            continue
-        if node.gradient_fn is None or node.retains_grad:
-            finished.append((node, grad))
-        if node.gradient_fn is not None:
-            _propagate(node, grad, gradients)
-    for node, grad in finished:
-        node.accumulate_grad(grad)
+        if grad is not None:
+            if node.gradient_fn is not None:
+                _propagate(node, grad, gradients)
+            if node.gradient_fn is None or node.retains_grad:
+                finished.append((node, store(node, grad)))
+        for parent in node.parents:
+            if parent.requires_grad:
+                uses[parent] -= 1
+                if not uses[parent]:
+                    ready.append(parent)
     if not retain_graph:
-        for node in order:
+        for node in done:
             if node.gradient_fn is not None:
                 node.gradient_fn, node.parents = _freed, ()
+    return finished
 
 
 def _freed(grad: np.ndarray) -> tuple[()]:
     raise RuntimeError("backward: this graph was freed by an earlier backward (use retain_graph)")
 
 
-def topological_order(root: Tensor) -> list[Tensor]:
-    """All tensors that need a gradient, parents before children, without recursion."""
-    order: list[Tensor] = []
-    seen = {root}
-    stack = [(root, iter(root.parents))]
+def count_uses(root: Tensor) -> dict[Tensor, int]:
+    """How often each tensor that needs a gradient is used on the way to `root`."""
+    uses, stack = {root: 0}, [root]
     while stack:
-        node, parents = stack[-1]
-        for parent in parents:
-            if parent.requires_grad and parent not in seen:
-                seen.add(parent)
-                stack.append((parent, iter(parent.parents)))
-                break
-        else:
-            order.append(node)
-            stack.pop()
-    return order
+        for parent in stack.pop().parents:
+            if parent.requires_grad:
+                if parent not in uses:
+                    uses[parent] = 0
+                    stack.append(parent)
+                uses[parent] += 1
+    return uses
 
 
 def _propagate(node: Tensor, upstream: np.ndarray, gradients: dict[Tensor, np.ndarray]) -> None:
     """Call `gradient_fn` once and accumulate what it returns, by parent."""
-    observer = _observer.get()
-
-    def seen(op: str, i: int, grad: np.ndarray, source: Any) -> np.ndarray:
-        if observer is None:
-            return grad
-        replacement = observer.backward(op, i, np.asarray(grad), source, node.parents)
-        return grad if replacement is None else replacement
-
+    parents = node.parents
     assert node.gradient_fn is not None
     for i, grad in enumerate(node.gradient_fn(upstream)):
-        if grad is None or not node.parents[i].requires_grad:
+        parent = parents[i]
+        if grad is None or not parent.requires_grad:
             continue
-        parent = node.parents[i]
-        if grad.dtype != parent.data.dtype:
-            raise TypeError(f"{node.op}: gradient {i} is {grad.dtype}, needed {parent.data.dtype}")
-        grad = seen(node.op, i, grad, upstream)
-        if grad.shape != parent.data.shape:
-            grad = seen("unbroadcast", i, unbroadcast(grad, parent.data.shape), grad)
+        data = parent.data
+        if grad.dtype != data.dtype:
+            raise TypeError(f"{node.op}: gradient {i} is {grad.dtype}, needed {data.dtype}")
+        grad = _seen(node.op, i, grad, upstream, parents)
+        if grad.shape != data.shape:
+            grad = _seen("unbroadcast", i, unbroadcast(grad, data.shape), grad, parents)
         earlier = gradients.get(parent)
         if earlier is not None:
-            grad = seen("accumulate", i, earlier + grad, (earlier, grad))
+            grad = _seen("accumulate", i, earlier + grad, (earlier, grad), parents)
         gradients[parent] = grad
+
+
+def _seen(
+    op: str, i: int, grad: np.ndarray, upstream: Any, parents: tuple[Tensor, ...]
+) -> np.ndarray:
+    """The gradient, or what the observer puts in its place."""
+    observer = _observer.get()
+    if observer is None:
+        return grad
+    replacement = observer.backward(op, i, np.asarray(grad), upstream, parents)
+    return grad if replacement is None else replacement
 
 
 def unbroadcast(grad: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:

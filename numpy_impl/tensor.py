@@ -64,7 +64,7 @@ class Tensor:
         to the tape. `attributes` are the operation's other arguments, for observers.
         """
         out = Tensor.__new__(Tensor)
-        requires_grad = tape.is_grad_enabled() and any(p.requires_grad for p in parents)
+        requires_grad = tape.records(*parents)
         out._set(np.asarray(data), requires_grad)
         out.op, out.attributes = op, attributes
         if requires_grad:
@@ -109,6 +109,10 @@ class Tensor:
     def retain_grad(self) -> None:
         """Keep this tensor's gradient in `grad` although it is not a leaf."""
         self.retains_grad = True
+
+    def stage(self, grad: np.ndarray) -> np.ndarray:
+        """Where `grad`, complete, waits for the backward pass to end."""
+        return grad
 
     def accumulate_grad(self, grad: np.ndarray) -> None:
         """Add to `grad`, which never shares memory with another gradient."""
@@ -196,7 +200,9 @@ class Tensor:
             raise ValueError(f"matmul: got {a.shape} @ {b.shape}, needed (..., M, K) @ (..., K, N)")
 
         def gradient_fn(grad: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-            return grad @ b.data.swapaxes(-1, -2), a.data.swapaxes(-1, -2) @ grad
+            da = grad @ b.data.swapaxes(-1, -2)
+            # As (G^T A)^T: after a transpose, the way back leaves it in the order of memory.
+            return da, (grad.swapaxes(-1, -2) @ a.data).swapaxes(-1, -2)
 
         return Tensor.from_op("matmul", a.data @ b.data, (a, b), gradient_fn)
 

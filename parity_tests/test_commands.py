@@ -17,6 +17,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from threadpoolctl import threadpool_info
 
 from gpt_parity import runs
 from gpt_parity.backends import load_backend, thread_limit
@@ -513,35 +514,19 @@ def test_provenance_needs_neither_git_nor_a_checkout(
     assert provenance()["commit"] is None
 
 
-@pytest.mark.parametrize("installed", [True, False])
-def test_threads_are_given_back(installed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_are_given_back() -> None:
     import torch
 
-    if not installed:
-        monkeypatch.setattr("gpt_parity.backends.importlib.util.find_spec", lambda name: None)
+    def threads() -> tuple[list[int], int]:
+        blas = [b["num_threads"] for b in threadpool_info() if b["user_api"] == "blas"]
+        return blas, torch.get_num_threads()
 
-    before = torch.get_num_threads(), dict(os.environ)
-    with pytest.raises(KeyError), thread_limit(2, "torch"):
-        assert torch.get_num_threads() == 2
-        raise KeyError
-    assert (torch.get_num_threads(), dict(os.environ)) == before
-
-
-def test_threads_reach_numpy_where_it_is_not_loaded_yet() -> None:
-    program = (
-        "import os, sys\n"
-        "from gpt_parity.backends import thread_limit\n"
-        "assert 'numpy' not in sys.modules\n"
-        "os.environ['OMP_NUM_THREADS'] = '7'; os.environ.pop('MKL_NUM_THREADS', None)\n"
-        "with thread_limit(3, 'numpy'):\n"
-        "    print(os.environ['OMP_NUM_THREADS'], os.environ['MKL_NUM_THREADS'])\n"
-        "print(os.environ['OMP_NUM_THREADS'], os.environ.get('MKL_NUM_THREADS'))\n"
-    )
-    result = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True,
-        env={**os.environ, "PYTHONPATH": str(CHECKOUT)},
-    )  # fmt: skip
-    assert result.stdout == "3 3\n7 None\n", result.stderr
+    with thread_limit(1, "torch"):
+        before = threads()
+        with pytest.raises(KeyError), thread_limit(2, "torch"):
+            assert threads() == ([2] * len(before[0]), 2)
+            raise KeyError
+        assert threads() == before == ([1] * len(before[0]), 1) and before[0]
 
 
 def test_the_table_shows_the_curve() -> None:

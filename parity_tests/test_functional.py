@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from numpy_impl import functional
+from numpy_impl.tape import no_grad
 from numpy_impl.tensor import Tensor
 from parity_tests.registry import TORCH, TWINS, Twin
 
@@ -293,3 +294,62 @@ def test_a_numpy_number_as_fill_leaves_the_dtype_alone(dtype: Any) -> None:
 def test_a_number_that_would_be_cut_is_refused(data: np.ndarray, number: Any) -> None:
     with pytest.raises(TypeError, match="operand is a"):
         Tensor(data) * number
+
+
+# By product with one-hot rows, and by sorting: the smaller and the larger number of ids.
+@pytest.mark.parametrize("limit", [2**62, -1])
+@pytest.mark.parametrize("batch", [(), (0,), (1,), (40,), (3, 7, 2)])
+def test_both_ways_to_the_gradient_of_a_table(
+    limit: int, batch: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whole numbers, so that sums are exact; a loop over the ids is the reference."""
+    monkeypatch.setattr(functional, "SMALL_LOOKUP", limit)
+    rng = np.random.default_rng(len(batch))
+    ids, grad = rng.integers(0, 9, batch), rng.integers(-9, 10, (*batch, 5)).astype(np.float32)
+    table = Tensor(np.zeros((9, 5), np.float32))
+    functional.embedding(table, ids).backward(grad)
+    expected = np.zeros((9, 5), np.float32)
+    for row, g in zip(ids.reshape(-1), grad.reshape(ids.size, 5), strict=True):
+        expected[row] += g
+    np.testing.assert_array_equal(table.grad, expected)
+    assert table.grad.dtype == np.float32
+
+
+@pytest.mark.parametrize("limit", [2**62, -1])
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_a_gradient_that_is_not_finite_stays_in_its_row(
+    limit: int, bad: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(functional, "SMALL_LOOKUP", limit)
+    table, grad = Tensor(np.zeros((4, 2))), np.ones((3, 2))
+    grad[1, 0] = bad
+    functional.embedding(table, np.array([0, 2, 0])).backward(grad)
+    np.testing.assert_array_equal(table.grad, [[2.0, 2.0], [0.0, 0.0], [bad, 1.0], [0.0, 0.0]])
+
+
+@pytest.mark.parametrize("size", [functional.BLOCK - 1, functional.BLOCK, 2 * functional.BLOCK + 3])
+def test_gelu_in_blocks_is_gelu(size: int) -> None:
+    """Elements do not know in which block they are: bits as of each half of the array alone."""
+    x = np.random.default_rng(0).standard_normal(size).astype(np.float32) * 4.0
+    parts = [Tensor(part) for part in (x, x[: size // 2], x[size // 2 :])]
+    whole, *halves = (functional.gelu(part) for part in parts)
+    np.testing.assert_array_equal(whole.data, np.concatenate([half.data for half in halves]))
+    for y in (whole, *halves):
+        y.backward(np.ones_like(y.data))
+    np.testing.assert_array_equal(parts[0].grad, np.concatenate([p.grad for p in parts[1:]]))
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_gelu_takes_no_derivative_that_nobody_wants(
+    grad: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = []
+    right = functional._gelu
+    monkeypatch.setattr(
+        functional, "_gelu", lambda z, y, dy: wanted.append(dy is not None) or right(z, y, dy)
+    )
+    x = Tensor(np.ones(3), requires_grad=grad)
+    functional.gelu(x)
+    with no_grad():
+        functional.gelu(x)
+    assert wanted == [grad, False]

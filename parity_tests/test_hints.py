@@ -19,11 +19,11 @@ from gpt_parity.oracle.mistakes import HYPOTHESES
 from gpt_parity.oracle.rounding import UNITS, rounded
 from gpt_parity.oracle.step_mistakes import STEP_MISTAKES
 from gpt_parity.oracle.verdict import check_arrays
+from gpt_parity.record import record
 from parity_tests.candidates import random_bundle, submission
 from parity_tests.planted import PlantedBug, planted
 from parity_tests.planted.hint_rows import HINT_ROWS, HintRow, Models, diagnose, low, model
 from parity_tests.planted.table import TORCH, TORCH_GPT, TORCH_LAYERS
-from parity_tests.record import record
 
 MOST_OTHERS = 2  # explanations that cannot be told apart, in small models
 MODELS = 4  # drawn once for all rows that need the same kind of model

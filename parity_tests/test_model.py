@@ -266,3 +266,56 @@ def test_the_first_divergence_is_where_the_mistake_is() -> None:
     failed = {j.name for j in report.judgements if j.kind == FORWARD and not j.ok}
     assert not any(name.startswith("transformers.0") for name in failed)
     assert {j.kind for j in report.judgements if not j.ok} >= {GRADIENT, PARAMETER}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@settings(max_examples=30)
+@given(case=model_cases())
+def test_the_next_logits_are_those_of_the_last_position(backend: str, case: ModelCase) -> None:
+    """From all tokens at once, and one token after the other with what is known of those before.
+
+    Judged like the logits of a candidate, by the tolerance of the whole tensor's last rows.
+    """
+    weights, tokens, _ = fill(case)
+    model, _ = build(backend, "float64", case, weights)
+    clean, tolerances = reference(case, "float64")
+    expected = clean.values["output.output.output"][:, -1]
+    allowed = tolerances.values["output.output.output"].rows[:, -1]
+    past = None
+    for length in range(1, tokens.shape[1] + 1):
+        logits, past = model.predict_next(tokens[:, :length], past)
+        assert [x.shape[1] for x in past] == [length] * case.config.blocks
+    for found in (logits, model.predict_next(tokens)[0]):
+        assert found.shape == expected.shape and found.dtype == np.float64
+        errors = np.linalg.norm(found - expected, axis=-1)
+        assert (errors <= allowed).all(), (case, (errors / allowed).max())
+
+
+@pytest.mark.reference("exact property")
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_next_logits_take_no_work_for_other_positions(
+    backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows that the output layer and the last block's feed-forward see."""
+    model = build_model(backend, SOURCE)
+    tokens = np.random.default_rng(0).integers(0, 65, (1, 8))
+    rows: dict[str, list[int]] = {"first": [], "last": [], "output": []}
+    layers = {"first": model.transformers[0].feed_forward, "output": model.output,
+              "last": model.transformers[1].feed_forward}  # fmt: skip
+    for name, layer in layers.items():
+        monkeypatch.setattr(
+            layer, "forward",
+            lambda x, name=name, right=layer.forward: rows[name].append(x.shape[1]) or right(x),
+        )  # fmt: skip
+    _, past = model.predict_next(tokens[:, :7])
+    model.predict_next(tokens, past)
+    assert rows == {"first": [7, 1], "last": [1, 1], "output": [1, 1]}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_next_logits_refuse_what_the_model_refuses(backend: str) -> None:
+    model = build_model(backend, SOURCE)
+    with pytest.raises(ValueError, match="tokens: got 33 positions, needed at most 32"):
+        model.predict_next(np.zeros((1, 33), int))
+    with pytest.raises(TypeError, match="tokens: got dtype float64, needed integers"):
+        model.predict_next(np.zeros((1, 3)))

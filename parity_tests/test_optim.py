@@ -397,3 +397,27 @@ def test_states_share_nothing_with_the_optimizer(twin: Twin) -> None:
     for key, items in state.items():
         for item, kept in zip(items, before[key], strict=True):
             np.testing.assert_array_equal(item, kept)
+
+
+@pytest.mark.reference("exact property")
+@pytest.mark.parametrize("block", [1, 4, 5])
+def test_updates_in_blocks_are_the_same_updates(
+    block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks that end within a parameter, and where decay ends; three steps, to the bit."""
+    rng = np.random.default_rng(0)
+    arrays = [rng.standard_normal(shape) for shape in ((3, 3), (2,), (2, 4), (5,))]
+    gradients = [[rng.standard_normal(a.shape) for a in arrays] for _ in range(3)]
+
+    def trained() -> list[np.ndarray]:
+        parameters, optimizer = optimizer_of(NUMPY, arrays, lr=0.1, weight_decay=0.5)
+        for step in gradients:
+            for p, g in zip(parameters, step, strict=True):
+                set_grad(NUMPY, p, g)
+            optimizer.step()
+        return [p.data.copy() for p in parameters]
+
+    whole = trained()
+    monkeypatch.setattr("numpy_impl.optim.BLOCK", block)
+    for a, b in zip(trained(), whole, strict=True):
+        np.testing.assert_array_equal(a, b)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from parity_tests import record
+from gpt_parity import record
 from parity_tests.planted.power import ALL_BUGS
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -18,10 +18,10 @@ OURS = {"numpy_impl", "torch_impl", "gpt_parity", "parity_tests", "scripts"}
 ALLOWED = {
     "numpy_impl": {"numpy_impl", "numpy"},
     "torch_impl": {"torch_impl", "numpy", "torch"},
-    # PyTorch inside functions only, as the test below shows; Hypothesis in `oracle/*examples.py`.
+    # PyTorch and matplotlib inside functions only, as the tests below show; Hypothesis in `oracle/*examples.py`.
     "gpt_parity": {
         "gpt_parity", "numpy_impl", "numpy", "safetensors", "rich", "cyclopts", "torch",
-        "hypothesis", "pytest",
+        "hypothesis", "pytest", "threadpoolctl", "matplotlib",
     },
 }  # fmt: skip
 

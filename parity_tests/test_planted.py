@@ -265,9 +265,9 @@ def test_a_watched_function_is_noted_when_it_is_called_and_runs_as_before() -> N
 
 def test_reasons_for_survivors_are_for_one_replacement_in_one_function() -> None:
     linear = "numpy_impl.functional.linear"
-    line = "if x.shape[-1] != weight.shape[-1] or f(x, strict=True) or x.reshape(-1, 2):"
+    line = "if x.shape[-1] != w.shape[-1] or f(x, strict=True) or x.reshape(-1, 2):"
     for function, before, after in (
-        (linear, "weight.shape[-1]", "weight.shape[+1]"),
+        (linear, "w.shape[-1]", "w.shape[+1]"),
         (linear, ", strict=True", ", "),
         ("a.b", ".reshape(-1, 2)", ".reshape(-2, 2)"),
     ):
@@ -275,7 +275,7 @@ def test_reasons_for_survivors_are_for_one_replacement_in_one_function() -> None
     for function, before, after in (
         (linear, "x.shape[-1]", "x.shape[+1]"),
         (linear, "shape[-1]", "shape[+1]"),  # both of them
-        ("a.b", "weight.shape[-1]", "weight.shape[+1]"),
+        ("a.b", "w.shape[-1]", "w.shape[+1]"),
         (linear, ":", ": return"),
     ):
         assert not reason_for(function, line, line.replace(before, after))

@@ -236,15 +236,15 @@ def test_each_phase_has_its_own_mode_and_records_no_graph(backend: str) -> None:
     trainer, dataset = build(backend)
     mixed_modes(trainer.model)
     seen: dict[str, list[Any]] = {"modes": [], "graph": []}
-    forward = trainer.model.forward
+    forward = trainer.model.output.forward
 
-    def watched(tokens: np.ndarray) -> Any:
-        logits = forward(tokens)
+    def watched(x: Any) -> Any:
+        logits = forward(x)
         seen["modes"].append(set(modes(trainer.model)))
         seen["graph"].append(logits.requires_grad)
         return logits
 
-    trainer.model.forward = watched
+    trainer.model.output.forward = watched
     trainer.train(dataset, 1, lambda step: 1e-3, max_steps=1)
     trainer.test(dataset)
     trainer.generate(dataset, "Who", 2)

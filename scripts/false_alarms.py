@@ -25,9 +25,9 @@ from gpt_parity.files import write_atomically
 from gpt_parity.oracle.compare import compare_traces
 from gpt_parity.oracle.tolerance import SPREAD_FACTOR
 from gpt_parity.provenance import provenance
+from gpt_parity.record import record
 from gpt_parity.schedule import require_integer
 from parity_tests.models import ModelCase, candidate_trace, random_case, reference
-from parity_tests.record import record
 
 LARGEST_CLEAN = 0.6
 CHUNK = 20  # models drawn from one stream, so that the draws do not depend on the processes

@@ -18,10 +18,10 @@ from rich.progress import track
 
 from gpt_parity.backends import thread_limit
 from gpt_parity.cli import run_app
+from gpt_parity.record import DOCS, record
 from gpt_parity.schedule import require_integer
 from parity_tests.candidates import Part
 from parity_tests.planted.hint_rows import HINT_ROWS, Diagnosis, HintRow, diagnose
-from parity_tests.record import DOCS, record
 
 NEEDED = 0.9
 SHOWN = 3

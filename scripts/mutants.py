@@ -16,9 +16,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from cyclopts import App
 
 from gpt_parity.cli import run_app
+from gpt_parity.record import record
 from gpt_parity.schedule import require_integer
 from parity_tests.planted.survivors import reason_for
-from parity_tests.record import record
 
 CHECKOUT = Path(__file__).resolve().parents[1]
 PACKAGES = {"numpy_impl": "numpy_impl", "oracle": "gpt_parity.oracle"}

@@ -17,9 +17,9 @@ from cyclopts import App
 from gpt_parity.cli import run_app
 from gpt_parity.files import write_atomically
 from gpt_parity.provenance import provenance
+from gpt_parity.record import record
 from gpt_parity.schedule import require_integer
 from parity_tests.planted.power import ALL_BUGS, Finding, Plan, clean_ratio, examine_all
-from parity_tests.record import record
 
 SMALLEST_PLANTED, LARGEST_CLEAN = 3.0, 0.6
 

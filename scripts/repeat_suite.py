@@ -14,8 +14,8 @@ from cyclopts import App
 from rich.progress import track
 
 from gpt_parity.cli import run_app
+from gpt_parity.record import record
 from gpt_parity.schedule import require_integer
-from parity_tests.record import record
 
 CHECKOUT = Path(__file__).resolve().parents[1]
 

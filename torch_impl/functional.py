@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -33,7 +34,12 @@ def tril(x: Tensor, value: float) -> Tensor:
     """
     if x.ndim < 2:
         raise ValueError(f"tril: got shape {tuple(x.shape)}, needed at least two axes")
-    return _select(x, torch.tril(torch.ones(x.shape[-2:], dtype=torch.bool)), value)
+    return _select(x, _triangle(*x.shape[-2:]), value)
+
+
+@functools.lru_cache(maxsize=8)
+def _triangle(rows: int, columns: int) -> Tensor:
+    return torch.tril(torch.ones(rows, columns, dtype=torch.bool))
 
 
 def _select(x: Tensor, keep: Tensor, value: float) -> Tensor:

@@ -13,7 +13,10 @@ from torch_impl.layers import GELU, Embedding, Linear, Softmax, Tril
 
 
 class GPTEmbedding(nn.Module):
-    """Token embedding plus positional embedding:  tokens (B, T) -> (B, T, E)."""
+    """Token embedding plus positional embedding:  tokens (B, T) -> (B, T, E).
+
+    `start` is the position of the first token.
+    """
 
     def __init__(
         self, vocab_size: int, context_size: int, embedding_size: int,
@@ -23,8 +26,8 @@ class GPTEmbedding(nn.Module):
         self.embedding = Embedding(vocab_size, embedding_size, rng, dtype)
         self.positional_embedding = Embedding(context_size, embedding_size, rng, dtype)
 
-    def forward(self, tokens: np.ndarray) -> Tensor:
-        positions = np.arange(tokens.shape[-1])  # (T,)
+    def forward(self, tokens: np.ndarray, start: int = 0) -> Tensor:
+        positions = start + np.arange(tokens.shape[-1])  # (T,)
         return self.embedding(tokens) + self.positional_embedding(positions)  # (B, T, E)
 
 
@@ -43,6 +46,11 @@ class GPTAttention(nn.Module):
         scores = x @ x.transpose(-2, -1) / math.sqrt(x.shape[-1])  # (B, T, T)
         weights = self.softmax(self.mask(scores))  # (B, T, T)
         return self.output(weights @ x)  # (B, T, E)
+
+    def last(self, x: Tensor, query: Tensor) -> Tensor:
+        """The result for the last row of x alone, `query`, which may attend to every row."""
+        scores = query @ x.transpose(-2, -1) / math.sqrt(x.shape[-1])  # (B, 1, T)
+        return self.output(self.softmax(scores) @ x)  # (B, 1, E)
 
 
 class GPTFeedForward(nn.Module):
@@ -70,6 +78,10 @@ class GPTTransformer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.feed_forward(self.attention(x))
+
+    def last(self, x: Tensor, query: Tensor) -> Tensor:
+        """The result for the last row of x alone, `query`:  (B, T, E), (B, 1, E) -> (B, 1, E)."""
+        return self.feed_forward(self.attention.last(x, query))
 
 
 class GPTOutput(nn.Module):
@@ -123,6 +135,32 @@ class GPT(nn.Module):
         """The logits as an array, without recording a graph."""
         with torch.no_grad():
             return self(tokens).numpy()
+
+    def predict_next(
+        self, tokens: np.ndarray, past: list[Tensor] | None = None
+    ) -> tuple[np.ndarray, list[Tensor]]:
+        """The logits (B, V) after the last of `tokens` (B, T), and the inputs of all blocks.
+
+        Equal to `predict(tokens)[:, -1]` up to rounding, without what only the logits of other
+        positions need. `past` is what the call for all tokens but the last returned: they are not
+        computed again, which is right as long as no token has moved to another position.
+        """
+        tokens = check_tokens(tokens, self.vocab_size, self.context_size)
+        inputs = []
+        with torch.no_grad():
+            if past is None:
+                x = self.embedding(tokens)  # (B, T, E)
+                for transformer in self.transformers[:-1]:
+                    inputs.append(x)
+                    x = transformer(x)
+                inputs.append(x)
+                x = self.transformers[-1].last(x, x[:, -1:])  # (B, 1, E)
+            else:
+                x = self.embedding(tokens[:, -1:], tokens.shape[1] - 1)  # (B, 1, E)
+                for transformer, earlier in zip(self.transformers, past, strict=True):
+                    inputs.append(torch.cat((earlier, x), dim=1))  # (B, T, E)
+                    x = transformer.last(inputs[-1], x)
+            return self.output(x)[:, 0].numpy(), inputs
 
 
 def check_sizes(**sizes: int) -> None:

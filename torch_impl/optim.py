@@ -32,7 +32,7 @@ class AdamWOptimizer:
             {"params": [p for p in self.parameters if p.ndim < 2], "weight_decay": 0.0},
         ]
         self.optimizer = torch.optim.AdamW(
-            groups, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay
+            groups, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=True
         )
 
     @property

@@ -8,8 +8,8 @@ BLIND_BUGS: tuple[PlantedBug, ...] = (
     PlantedBug(
         name="clip-skips-short-gradients",
         place="numpy_impl.optim:AdamWOptimizer.clip_grad_norm",
-        old="1.0 if scale > 1.0 else scale",
-        new="1.0 if norm <= max_norm else scale",
+        old="if not scale >= 1.0:",
+        new="if not norm <= max_norm:",
         description="a norm of exactly max_norm (or inf against inf) is no longer scaled",
         checks=frozenset({"other backend", "by hand"}),
     ),
@@ -67,9 +67,9 @@ BLIND_BUGS: tuple[PlantedBug, ...] = (
     ),
     PlantedBug(
         name="gelu-output-saturated",
-        place="numpy_impl.functional:gelu",
-        old="0.5 * x.data * (1.0 + t)",
-        new="0.5 * c * (1.0 + t)",
+        place="numpy_impl.functional:_gelu",
+        old="phi *= z",
+        new="phi *= np.clip(z, -GELU_SATURATED, GELU_SATURATED)",
         description="values above the bound that protects the cube come out as the bound",
         checks=frozenset({"other backend", "complex step", "a priori bound", "by hand"}),
     ),
@@ -77,12 +77,16 @@ BLIND_BUGS: tuple[PlantedBug, ...] = (
         name="embedding-gradient-by-prefix-sums",
         place="numpy_impl.functional:embedding",
         old="""\
-        dtable[rows] = np.add.reduceat(grad.reshape(-1, grad.shape[-1])[order], starts)
+        dtable = np.zeros_like(table.data)
 """,
         new="""\
+        dtable = np.zeros_like(table.data)
+        order = np.argsort(ids, axis=None, kind="stable")
+        rows, starts = np.unique(ids.reshape(-1)[order], return_index=True)
         sums = np.cumsum(grad.reshape(-1, grad.shape[-1])[order], axis=0)
         ends = np.append(starts[1:], order.size) - 1
         dtable[rows] = np.diff(sums[ends], axis=0, prepend=0.0)
+        return dtable, None
 """,
         description="segment sums as differences of prefix sums cancel, and spread inf over rows",
         checks=frozenset({"other backend", "exact property", "a priori bound", "by hand"}),
@@ -105,10 +109,10 @@ BLIND_BUGS: tuple[PlantedBug, ...] = (
     ),
     PlantedBug(
         name="graph-freed-at-root-only",
-        place="numpy_impl.tape:backward_pass",
+        place="numpy_impl.tape:gradients_of",
         old="""\
     if not retain_graph:
-        for node in order:
+        for node in done:
             if node.gradient_fn is not None:
                 node.gradient_fn, node.parents = _freed, ()
 """,

@@ -236,15 +236,19 @@ TORCH_ATTENTION = """\
     weights = self.softmax(self.mask(scores))  # (B, T, T)
     return self.output(weights @ x)"""
 NUMPY_LINEAR = """\
-    y = x2 @ weight.data.T + bias.data  # (N, out)
+    y = x2 @ w.T  # (N, out)
+    y += bias.data
 
     def gradient_fn(grad: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        g2 = grad.reshape(y.shape)
-        return (g2 @ weight.data).reshape(x.shape), g2.T @ x2, g2.sum(axis=0)
+        g2 = grad.reshape(-1, grad.shape[-1])
+        return (g2 @ w).reshape(shape), g2.T @ x2, g2.sum(axis=0)
 """
+NUMPY_TABLE = "        dtable = np.zeros_like(table.data)\n"
 NUMPY_MATMUL = """\
     def gradient_fn(grad: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        return grad @ b.data.swapaxes(-1, -2), a.data.swapaxes(-1, -2) @ grad
+        da = grad @ b.data.swapaxes(-1, -2)
+        # As (G^T A)^T: after a transpose, the way back leaves it in the order of memory.
+        return da, (grad.swapaxes(-1, -2) @ a.data).swapaxes(-1, -2)
 
     return Tensor.from_op("matmul", a.data @ b.data, (a, b), gradient_fn)"""
 LOW = '__import__("parity_tests.planted.hint_rows", fromlist=["low"]).low'
@@ -252,12 +256,13 @@ LOW_LINEAR = """\
     def short(x: np.ndarray) -> np.ndarray:
         return SHORT
 
-    w2 = short(weight.data)
-    y = short(x2) @ w2.T + bias.data  # (N, out)
+    w2 = short(w)
+    y = short(x2) @ w2.T  # (N, out)
+    y += bias.data
 
     def gradient_fn(grad: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        g2 = grad.reshape(y.shape)
-        return (short(g2) @ w2).reshape(x.shape), short(g2).T @ short(x2), g2.sum(axis=0)
+        g2 = grad.reshape(-1, grad.shape[-1])
+        return (short(g2) @ w2).reshape(shape), short(g2).T @ short(x2), g2.sum(axis=0)
 """
 LOW_MATMUL = """\
     def short(x: np.ndarray) -> np.ndarray:
@@ -266,7 +271,8 @@ LOW_MATMUL = """\
     a2, b2 = short(a.data), short(b.data)
 
     def gradient_fn(grad: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        return short(grad) @ b2.swapaxes(-1, -2), a2.swapaxes(-1, -2) @ short(grad)
+        da = short(grad) @ b2.swapaxes(-1, -2)
+        return da, (short(grad).swapaxes(-1, -2) @ a2).swapaxes(-1, -2)
 
     return Tensor.from_op("matmul", a2 @ b2, (a, b), gradient_fn)"""
 
@@ -332,12 +338,12 @@ ATTENTION_ROWS = (
          "attention: the gradient of the key is reshaped, not transposed", INPUT),
     _row("hint-scores-untransposed",
          "attention: the gradient of the key uses the scores' gradient untransposed", INPUT,
-         f"{TENSOR}.__matmul__", "a.data.swapaxes(-1, -2) @ grad",
-         'a.data.swapaxes(-1, -2) @ (grad.swapaxes(-1, -2) if b.op == "transpose" else grad)'),
+         f"{TENSOR}.__matmul__", "(grad.swapaxes(-1, -2) @ a.data)",
+         '((grad if b.op == "transpose" else grad.swapaxes(-1, -2)) @ a.data)'),
     _row("hint-context-untransposed",
          "attention: the gradient of the value uses the weights untransposed", INPUT,
-         f"{TENSOR}.__matmul__", "a.data.swapaxes(-1, -2) @ grad",
-         '(a.data.swapaxes(-1, -2) if b.op == "transpose" else a.data) @ grad'),
+         f"{TENSOR}.__matmul__", "(grad.swapaxes(-1, -2) @ a.data)",
+         '(grad.swapaxes(-1, -2) @ (a.data if b.op == "transpose" else a.data.swapaxes(-1, -2)))'),
     _row("hint-query-detached", "attention: the path of x as query is missing in its gradient",
          INPUT, f"{TORCH_GPT}:GPTAttention.forward",
          "x @ x.transpose(-2, -1)", "x.detach() @ x.transpose(-2, -1)"),
@@ -356,16 +362,17 @@ ATTENTION_ROWS = (
          "attention: the gradient of x is that as key alone (overwritten, not accumulated)", INPUT),
     _row("hint-value-alone",
          "attention: the gradient of x is that as value alone (overwritten, not accumulated)",
-         INPUT, f"{TENSOR}.__matmul__", "return grad @",
-         'if b.op == "transpose":\n            return None, None\n        return grad @'),
+         INPUT, f"{TENSOR}.__matmul__", "da = grad @",
+         'if b.op == "transpose":\n            return None, None\n        da = grad @'),
 )
 MASK_ROWS = (
     _row("hint-mask-upper", "mask: the upper triangle is kept, not the lower (triu for tril)",
          _forward(BLOCK + "attention.mask.output"), f"{TORCH}:tril",
-         "torch.tril(torch.ones", "torch.triu(torch.ones"),
+         "_triangle(*x.shape[-2:])", "torch.triu(torch.ones(x.shape[-2:], dtype=torch.bool))"),
     _row("hint-mask-late", "mask: off by one, each position also sees the next (diagonal=1)",
          _forward(BLOCK + "attention.mask.output"), f"{TORCH}:tril",
-         "dtype=torch.bool))", "dtype=torch.bool), diagonal=1)"),
+         "_triangle(*x.shape[-2:])",
+         "torch.tril(torch.ones(x.shape[-2:], dtype=torch.bool), diagonal=1)"),
     _row("mask-one-too-few", "mask: strict, no position sees itself (diagonal=-1)",
          _forward(BLOCK + "attention.mask.output")),
     _row("mask-fill-zero", "mask: filled with 0, so the future keeps a weight",
@@ -374,16 +381,17 @@ MASK_ROWS = (
          _forward(BLOCK + "attention.mask.output")),
     _row("hint-mask-absent", "mask: not applied",
          _forward(BLOCK + "attention.mask.output"), f"{TORCH}:tril",
-         "_select(x, torch.tril(torch.ones(x.shape[-2:], dtype=torch.bool)), value)", "1.0 * x"),
+         "_select(x, _triangle(*x.shape[-2:]), value)", "1.0 * x"),
     _row("mask-first-row-of-batch", "mask: applied to the first batch element only",
          _forward(BLOCK + "attention.mask.output")),
 )
 SOFTMAX_ROWS = (
     _row("hint-softmax-without-sum", "softmax: the vjp lacks the sum over the row", MASKED,
-         f"{NUMPY}:softmax", "p * (grad - (grad * p).sum(axis=-1, keepdims=True))", "p * grad"),
+         f"{NUMPY}:softmax", "np.subtract(grad, dx.sum(axis=-1, keepdims=True), out=dx)",
+         "dx[...] = grad"),
     _row("softmax-gradient-axis", "softmax: the vjp sums over the wrong axis", MASKED),
     _row("hint-softmax-unweighted", "softmax: the vjp sums g and not g p over the row", MASKED,
-         f"{NUMPY}:softmax", "(grad * p).sum(", "grad.sum("),
+         f"{NUMPY}:softmax", "dx.sum(", "grad.sum("),
     _row("softmax-diagonal",
          "softmax: the vjp has the diagonal of the Jacobian alone, p (1 - p) g", MASKED),
     _row("softmax-sum-axis", "softmax: columns are normalised, not rows",
@@ -395,20 +403,21 @@ GELU_ROWS = (
     _row("gelu-erf", "gelu: the erf form in place of the tanh form",
          _forward(BLOCK + "feed_forward.gelu.output")),
     _row("hint-gelu-erf-backward", "gelu: the derivative is that of the erf form", GELU,
-         f"{NUMPY}:gelu", "(grad * (0.5 * (1.0 + t + c * (1.0 - t * t) * du)),)",
-         "(grad * (0.5 * (1.0 + np.vectorize(math.erf)(c / math.sqrt(2.0))) + c * np.exp("
-         "-0.5 * c * c) / math.sqrt(2.0 * math.pi)).astype(c.dtype),)"),
+         f"{NUMPY}:gelu", "return (grad * dy.reshape(x.shape),)",
+         "c = np.clip(x.data, -GELU_SATURATED, GELU_SATURATED)\n"
+         "        return (grad * (0.5 * (1.0 + np.vectorize(math.erf)(c / math.sqrt(2.0))) + "
+         "c * np.exp(-0.5 * c * c) / math.sqrt(2.0 * math.pi)).astype(c.dtype),)"),
     _row("hint-gelu-without-cubic", "gelu: the derivative lacks the cubic term", GELU,
-         f"{NUMPY}:gelu", "(1.0 + 3.0 * GELU_CUBIC * c2)", "1.0"),
+         f"{NUMPY}:_gelu", "c2 *= 6.0", "c2 *= 0.0"),
     _row("gelu-factor-three", "gelu: the derivative of the cubic term lacks its factor 3", GELU),
     _row("hint-gelu-linear", "gelu: the cubic term is missing",
          _forward(BLOCK + "feed_forward.gelu.output"),
-         f"{NUMPY}:gelu", "c2 = c * c", "c2 = 0.0 * c"),
+         f"{NUMPY}:_gelu", "c2 = c * c", "c2 = 0.0 * c"),
     _row("gelu-product-rule", "gelu: the derivative lacks the term with 1 - tanh^2", GELU),
     # The twin bounds x, since it may; with this mistake the bound would matter.
     _row("hint-gelu-tanh", "gelu: the derivative of tanh is 1 - tanh, not 1 - tanh^2", GELU,
-         f"{NUMPY}:gelu", "c * (1.0 - t * t) * du",
-         "x.data * (1.0 - t) * SQRT_2_OVER_PI * (1.0 + 3.0 * GELU_CUBIC * x.data**2)"),
+         f"{NUMPY}:_gelu", "dy *= phi",
+         "dy[...] = z * SQRT_2_OVER_PI * (1.0 + 3.0 * GELU_CUBIC * z**2)"),
 )
 LINEAR_ROWS = (
     _row("linear-bias-mean", "linear: the bias gradient is the mean over all rows, not the sum",
@@ -512,9 +521,15 @@ STEP_ROWS = (
               "AdamW: the moments are not corrected for their start at 0", _step(WEIGHT),
               f"{NUMPY_ADAMW}.step",
               """\
-        denominator = np.sqrt(v) / math.sqrt(1.0 - beta2**t) + self.eps
-        w -= self.lr / (1.0 - beta1**t) * m / denominator""",
-              "        w -= self.lr * m / (np.sqrt(v) + self.eps)"),
+        update *= 1.0 / math.sqrt(1.0 - beta2**t)
+        update += self.eps
+        np.divide(m, update, out=update)
+        update *= self.lr / (1.0 - beta1**t)
+""", """\
+        update += self.eps
+        np.divide(m, update, out=update)
+        update *= self.lr
+"""),
     _step_row("clip-per-tensor", "clip: each tensor is clipped by its own norm", _step(MOMENT),
               optimizer={"max_norm": 0.1}),
     _step_row("clip-never", "clip: gradients are not clipped", _step(MOMENT),
@@ -528,16 +543,16 @@ STEP_ROWS = (
               f"{NUMPY_ADAMW}.step", "w, g = self.buffer.data[rows],",
               "w, g = self.buffer.data[rows].copy(),"),
     _step_row("hint-stale", "stale: the gradient is that of the previous step",
-              _step("grad_norm", 2), f"{LAYERS}:Parameter.accumulate_grad",
-              "np.copyto(self.grad_view, grad)",
-              'np.copyto(self.grad_view, self.attributes.get("before", grad))\n'
-              '        self.attributes["before"] = grad.copy()'),
+              _step("grad_norm", 2), f"{LAYERS}:Parameter.stage",
+              "self.grad_view[...] = grad",
+              'self.grad_view[...] = self.attributes.get("before", grad)\n'
+              '    self.attributes["before"] = grad.copy()'),
     _step_row("training-zero-grad-missing",
               "accumulated: the gradients of earlier steps are still there (no zero_grad)",
               _step("grad_norm", 2)),
     _step_row("hint-doubled", "doubled: every gradient counts twice", _step("grad_norm"),
-              f"{TRAINING}:GPTTrainer.train_step", "loss.backward()",
-              "loss.backward(retain_graph=True)\n            loss.backward()", backend="torch"),
+              f"{TRAINING}:GPTTrainer._backward", "loss.backward()",
+              "loss.backward(retain_graph=True)\n    loss.backward()", backend="torch"),
 )
 
 # --- What a tensor looks like by itself
@@ -556,7 +571,7 @@ def _loss_factor(name: str, factor: str, code: str) -> HintRow:
     """The gradient of the logits times a factor, `code` in the source of cross_entropy."""
     return _factor_row(
         f"hint-factor-{name}", factor, _backward("output.output.output", "output.output.bias"),
-        f"{NUMPY}:cross_entropy", "(grad / len(x))", f"(grad / len(x) {code})",
+        f"{NUMPY}:cross_entropy", "grad / len(x)", f"grad / len(x) {code}",
     )
 
 
@@ -605,8 +620,8 @@ FACTOR_ROWS = (
     replace(_loss_factor("unknown", "0.37", "* 0.37"), hint=re.escape("a constant factor of 0.37"),
             suitable=_four_tokens),
     _factor_row("hint-counted-twice", "2 (counted twice: two backward passes, no zero_grad?)",
-                _parameter("output.output.bias"), f"{LAYERS}:Parameter.accumulate_grad",
-                "np.copyto(self.grad_view, grad)", "np.copyto(self.grad_view, grad + grad)"),
+                _parameter("output.output.bias"), f"{LAYERS}:Parameter.stage",
+                "self.grad_view[...] = grad", "self.grad_view[...] = grad + grad"),
 )
 
 TORCH_SUM = "self.embedding(tokens) + self.positional_embedding(positions)"
@@ -624,8 +639,12 @@ def _sum_row(name: str, hint: str, new: str, **models: Any) -> HintRow:
 APPEARANCE_ROWS = (
     # Indexing makes a copy, which is then added to.
     _row("hint-zero", "zero: never computed, or never written", _parameter(POSITIONS),
-         f"{NUMPY}:embedding", "dtable[rows] = np.add.reduceat(",
-         "copy = dtable[rows]\n        copy += np.add.reduceat("),
+         f"{NUMPY}:embedding", NUMPY_TABLE, f"""\
+{NUMPY_TABLE}\
+        copy = dtable[ids]
+        copy += grad
+        return dtable, None
+"""),
     _row("linear-weight-gradient-reshaped", "reshaped where it should be transposed",
          _parameter("output.output.weight"), suitable=_oblong_output),
     _row("hint-transposed", "transposed", _parameter("output.output.weight"), f"{NUMPY}:linear",
@@ -644,7 +663,11 @@ APPEARANCE_ROWS = (
              "torch.cat([y[:, 1:], torch.zeros_like(y[:, :1])], dim=1)"),
     _row("hint-positions-gradient-early",
          "shifted along T, one place too early (wrapped around)", _parameter(POSITIONS),
-         f"{NUMPY}:embedding", "dtable[rows] =", "dtable[rows - 1] ="),
+         f"{NUMPY}:embedding", NUMPY_TABLE, f"""\
+{NUMPY_TABLE}\
+        np.add.at(dtable, ids - 1, grad)
+        return dtable, None
+"""),
     _sum_row("values-tf32", "values are rounded to tf32",
              f'y + (torch.from_numpy({LOW}(y.detach().numpy(), "tf32")) - y).detach()'),
     _sum_row("values-bfloat16", "values are rounded to bfloat16", "y.bfloat16().to(y.dtype)"),

@@ -27,35 +27,20 @@ BUGS: tuple[PlantedBug, ...] = (
     # --- Engine: accumulation, order, broadcasting, memory, modes
     PlantedBug(
         "engine-overwrite", f"{TAPE}:_propagate",
-        'seen("accumulate", i, earlier + grad, (earlier, grad))',
-        'seen("accumulate", i, grad, (earlier, grad))',
+        '_seen("accumulate", i, earlier + grad, (earlier, grad), parents)',
+        '_seen("accumulate", i, grad, (earlier, grad), parents)',
         "a tensor used several times keeps the gradient of one use",
         frozenset({TWIN, STEP, HAND}), "feed_forward.output.output",
     ),
     PlantedBug(
-        "engine-breadth-first", f"{TAPE}:topological_order",
+        "engine-breadth-first", f"{TAPE}:gradients_of",
         """\
-    stack = [(root, iter(root.parents))]
-    while stack:
-        node, parents = stack[-1]
-        for parent in parents:
-            if parent.requires_grad and parent not in seen:
-                seen.add(parent)
-                stack.append((parent, iter(parent.parents)))
-                break
-        else:
-            order.append(node)
-            stack.pop()
-    return order
+                uses[parent] -= 1
+                if not uses[parent]:
+                    ready.append(parent)
 """, """\
-    queue = [root]
-    for node in queue:
-        order.append(node)
-        for parent in node.parents:
-            if parent.requires_grad and parent not in seen:
-                seen.add(parent)
-                queue.append(parent)
-    return order[::-1]
+                if uses.pop(parent, 0):
+                    ready.insert(0, parent)
 """,
         "a tensor on paths of unequal length is propagated before all of its uses are",
         frozenset({TWIN, STEP, HAND}), "feed_forward.output.output",
@@ -99,8 +84,8 @@ BUGS: tuple[PlantedBug, ...] = (
         frozenset({EXACT, HAND}),
     ),
     PlantedBug(
-        "engine-stale-gradient", f"{LAYERS}:Parameter.accumulate_grad",
-        "np.copyto(self.grad_view, grad)", "self.grad_view += grad",
+        "engine-stale-gradient", f"{LAYERS}:Parameter.stage",
+        "self.grad_view[...] = grad", "self.grad_view += grad",
         "the first gradient after zero_grad is added to the one of the step before",
         frozenset({TWIN, EXACT, HAND}),
     ),
@@ -118,8 +103,8 @@ BUGS: tuple[PlantedBug, ...] = (
         frozenset({EXACT, HAND}),
     ),
     PlantedBug(
-        "engine-no-grad-ignored", f"{TENSOR}.from_op",
-        "tape.is_grad_enabled() and any(", "any(",
+        "engine-no-grad-ignored", f"{TAPE}:records",
+        "if _grad_enabled.get():", "if True:",
         "the graph is recorded under no_grad too",
         frozenset({EXACT, HAND}),
     ),
@@ -174,19 +159,19 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     PlantedBug(
         "matmul-second-operand", f"{TENSOR}.__matmul__",
-        "a.data.swapaxes(-1, -2) @ grad", "a.data @ grad",
+        "(grad.swapaxes(-1, -2) @ a.data)", "(grad.swapaxes(-1, -2) @ a.data.swapaxes(-1, -2))",
         "dB = A G in place of A^T G (an error unless A is square)",
         frozenset({TWIN, STEP}), "feed_forward.output.output",
     ),
     PlantedBug(
         "matmul-second-forgotten", f"{TENSOR}.__matmul__",
-        ", a.data.swapaxes(-1, -2) @ grad", ", None",
+        "(grad.swapaxes(-1, -2) @ a.data).swapaxes(-1, -2)", "None",
         "the second operand gets no gradient",
         frozenset({TWIN, STEP}), "feed_forward.output.output",
     ),
     # --- Linear map and bias
     PlantedBug(
-        "linear-bias-missing", f"{NUMPY}:linear", "weight.data.T + bias.data", "weight.data.T",
+        "linear-bias-missing", f"{NUMPY}:linear", "    y += bias.data\n", "",
         "the bias is not added",
         frozenset({TWIN, STEP}), "attention.output.output",
     ),
@@ -202,20 +187,19 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     PlantedBug(
         "linear-weight-read-as-in-out", f"{NUMPY}:linear",
-        "x2 @ weight.data.T + bias.data",
-        "x2 @ weight.data.reshape(x.shape[-1], -1) + bias.data",
+        "x2 @ w.T", "x2 @ w.reshape(shape[-1], -1)",
         "the forward pass takes (out, in) memory for (in, out)",
         frozenset({TWIN, STEP}), "attention.output.output",
     ),
     PlantedBug(
         "linear-weight-gradient-reshaped", f"{NUMPY}:linear",
-        "g2.T @ x2,", "(x2.T @ g2).reshape(weight.shape),",
+        "g2.T @ x2,", "(x2.T @ g2).reshape(w.shape),",
         "dW is computed as (in, out) and reshaped in place of transposed",
         frozenset({TWIN, STEP}), "output.output.weight",
     ),
     PlantedBug(
         "linear-input-gradient-reshaped", f"{NUMPY}:linear",
-        "(g2 @ weight.data)", "(g2 @ weight.data.reshape(weight.shape[::-1]).T)",
+        "(g2 @ w)", "(g2 @ w.reshape(w.shape[::-1]).T)",
         "dx takes (out, in) memory for (in, out)",
         frozenset({TWIN, STEP}), "feed_forward.output.output",
     ),
@@ -253,25 +237,25 @@ BUGS: tuple[PlantedBug, ...] = (
     # --- Mask
     PlantedBug(
         "mask-upper", f"{NUMPY}:tril",
-        "np.tri(*x.shape[-2:], dtype=bool)", "~np.tri(*x.shape[-2:], -1, dtype=bool)",
+        "_triangle(*x.shape[-2:])", "~np.tri(*x.shape[-2:], -1, dtype=bool)",
         "keeps the upper triangle, so that positions attend to the future",
         frozenset({TWIN, EXACT, HAND}), "attention.mask.output",
     ),
     PlantedBug(
         "mask-one-too-many", f"{NUMPY}:tril",
-        "np.tri(*x.shape[-2:], dtype=bool)", "np.tri(*x.shape[-2:], 1, dtype=bool)",
+        "_triangle(*x.shape[-2:])", "np.tri(*x.shape[-2:], 1, dtype=bool)",
         "each position also attends to the one after it",
         frozenset({TWIN, EXACT, HAND}), "attention.mask.output",
     ),
     PlantedBug(
         "mask-one-too-few", f"{TORCH}:tril",
-        "dtype=torch.bool))", "dtype=torch.bool), diagonal=-1)",
+        "_triangle(*x.shape[-2:])", "torch.tril(_triangle(*x.shape[-2:]), diagonal=-1)",
         "no position attends to itself",
         frozenset({TWIN, STEP, HAND}), "attention.mask.output",
     ),
     PlantedBug(
         "mask-fill-zero", f"{NUMPY}:_select",
-        "np.where(keep, x.data, value)", "np.where(keep, x.data, 0.0)",
+        "np.copyto(y, value, where=drop)", "np.copyto(y, 0.0, where=drop)",
         "masked scores are 0, so that they keep a weight",
         frozenset({TWIN, EXACT, HAND}), "attention.mask.output",
     ),
@@ -283,7 +267,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     PlantedBug(
         "mask-first-row-of-batch", f"{NUMPY}:tril",
-        "np.tri(*x.shape[-2:], dtype=bool)",
+        "_triangle(*x.shape[-2:])",
         "np.tri(*x.shape[-2:], dtype=bool)"
         " | (np.arange(len(x)) > 0).reshape(-1, *[1] * (x.ndim - 1))",
         "only the first sequence of a batch is masked",
@@ -291,39 +275,38 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     PlantedBug(
         "mask-gradient-passes", f"{NUMPY}:_select",
-        "np.where(keep, grad, 0.0)", "grad",
+        "np.copyto(dx, 0.0, where=drop)", "pass",
         "masked scores get a gradient (hidden in a model, where softmax gives them 0)",
         frozenset({TWIN, STEP}),
     ),
     # --- Softmax
     PlantedBug(
         "softmax-diagonal", f"{NUMPY}:softmax",
-        "p * (grad - (grad * p).sum(axis=-1, keepdims=True))", "p * (1.0 - p) * grad",
+        "np.subtract(grad, dx.sum(axis=-1, keepdims=True), out=dx)", "dx = (1.0 - p) * grad",
         "only the diagonal of the Jacobian, as for a sigmoid",
         frozenset({TWIN, STEP, HAND}), "attention.mask.output",
     ),
     PlantedBug(
         "softmax-gradient-axis", f"{NUMPY}:softmax",
-        "(grad * p).sum(axis=-1, keepdims=True)", "(grad * p).sum(axis=-2, keepdims=True)",
+        "dx.sum(axis=-1, keepdims=True)", "dx.sum(axis=-2, keepdims=True)",
         "the sum of the gradient runs over queries in place of keys",
         frozenset({TWIN, STEP, HAND}), "attention.mask.output",
     ),
     PlantedBug(
         "softmax-sum-axis", f"{NUMPY}:softmax",
-        "e.sum(axis=-1, keepdims=True)", "e.sum(axis=-2, keepdims=True)",
+        "p.sum(axis=-1, keepdims=True)", "p.sum(axis=-2, keepdims=True)",
         "the forward pass normalises columns",
         frozenset({TWIN, STEP, EXACT, HAND}), "attention.softmax.output",
     ),
     PlantedBug(
         "softmax-no-shift", f"{NUMPY}:softmax",
-        "np.exp(x.data - x.data.real.max(axis=-1, keepdims=True))", "np.exp(x.data)",
+        "x.data - x.data.real.max(axis=-1, keepdims=True)", "x.data.copy()",
         "large inputs overflow without the shift by the maximum",
         frozenset({TWIN, HAND}),
     ),
     PlantedBug(
         "softmax-saved-in-place", f"{NUMPY}:softmax",
-        "(p * (grad - (grad * p).sum(axis=-1, keepdims=True)),)",
-        "(np.multiply(p, grad - (grad * p).sum(axis=-1, keepdims=True), out=p),)",
+        "dx *= p\n        return (dx,)", "np.multiply(dx, p, out=p)\n        return (p,)",
         "the gradient is written into the probabilities that were saved",
         frozenset({TWIN, EXACT}), "attention.softmax.output",
     ),
@@ -334,36 +317,35 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     # --- GELU
     PlantedBug(
-        "gelu-cubic-rounded", f"{NUMPY}:gelu",
-        "c2 = c * c", "GELU_CUBIC = 0.0447\n    c2 = c * c",
+        "gelu-cubic-rounded", f"{NUMPY}:_gelu",
+        "c2 = c * c  #", "GELU_CUBIC = 0.0447\n    c2 = c * c  #",
         "0.0447 for 0.044715, forward and backward",
         frozenset({TWIN, HAND}), "feed_forward.gelu.output",
     ),
     PlantedBug(
-        "gelu-root-rounded", f"{NUMPY}:gelu",
-        "c2 = c * c", "SQRT_2_OVER_PI = 0.7978845608\n    c2 = c * c",
+        "gelu-root-rounded", f"{NUMPY}:_gelu",
+        "c2 = c * c  #", "SQRT_2_OVER_PI = 0.7978845608\n    c2 = c * c  #",
         "ten digits of sqrt(2 / pi), forward and backward",
         frozenset({TWIN, HAND}), "feed_forward.gelu.output",
     ),
     PlantedBug(
-        "gelu-root-missing", f"{NUMPY}:gelu",
-        "np.tanh(SQRT_2_OVER_PI * c", "np.tanh(2.0 / math.pi * c",
+        "gelu-root-missing", f"{NUMPY}:_gelu",
+        "np.tanh(phi,", "np.tanh(SQRT_2_OVER_PI * phi,",
         "2 / pi for its root, in the forward pass",
         frozenset({TWIN, STEP}), "feed_forward.gelu.output",
     ),
     PlantedBug(
-        "gelu-factor-three", f"{NUMPY}:gelu", "3.0 * GELU_CUBIC * c2", "GELU_CUBIC * c2",
+        "gelu-factor-three", f"{NUMPY}:_gelu", "c2 *= 6.0", "c2 *= 2.0",
         "the derivative of the cube lacks its factor 3",
         frozenset({TWIN, STEP}), "feed_forward.input.output",
     ),
     PlantedBug(
-        "gelu-product-rule", f"{NUMPY}:gelu",
-        "(1.0 + t + c * (1.0 - t * t) * du)", "(1.0 + t)",
+        "gelu-product-rule", f"{NUMPY}:_gelu", "dy += phi", "dy[...] = phi",
         "the derivative lacks the term of the product rule",
         frozenset({TWIN, STEP}), "feed_forward.input.output",
     ),
     PlantedBug(
-        "gelu-tanh-derivative", f"{NUMPY}:gelu", "(1.0 - t * t)", "(1.0 - t)",
+        "gelu-tanh-derivative", f"{NUMPY}:_gelu", "dy *= phi", "dy *= 0.5",
         "1 - t for the derivative 1 - t^2 of tanh",
         frozenset({TWIN, STEP}), "feed_forward.input.output",
     ),
@@ -375,33 +357,40 @@ BUGS: tuple[PlantedBug, ...] = (
     # --- Embeddings
     PlantedBug(
         "embedding-last-only", f"{NUMPY}:embedding",
-        "dtable[rows] = np.add.reduceat(grad.reshape(-1, grad.shape[-1])[order], starts)",
-        "dtable[ids] += grad",
+        "        dtable = np.zeros_like(table.data)\n", """\
+        dtable = np.zeros_like(table.data)
+        dtable[ids] += grad
+        return dtable, None
+""",
         "of a repeated id only the last occurrence counts",
         frozenset({TWIN, STEP, HAND}), "embedding.embedding.weight",
     ),
     PlantedBug(
         "embedding-first-only", f"{NUMPY}:embedding",
-        "np.add.reduceat(grad.reshape(-1, grad.shape[-1])[order], starts)",
-        "grad.reshape(-1, grad.shape[-1])[order][starts]",
+        "        dtable = np.zeros_like(table.data)\n", """\
+        dtable = np.zeros_like(table.data)
+        dtable[ids.reshape(-1)[::-1]] = grad.reshape(-1, grad.shape[-1])[::-1]
+        return dtable, None
+""",
         "of a repeated id only the first occurrence counts",
         frozenset({TWIN, STEP, HAND}), "embedding.embedding.weight",
     ),
     PlantedBug(
-        "embedding-rows-shifted", f"{NUMPY}:embedding", "table.data[ids],", "table.data[ids - 1],",
+        "embedding-rows-shifted", f"{NUMPY}:embedding",
+        "take(ids, axis=0)", "take(ids - 1, axis=0)",
         "looks up the row before, as if ids counted from 1",
         frozenset({TWIN, STEP, HAND}), "embedding.embedding.output",
     ),
     PlantedBug(
         "embedding-positions-aligned-right", f"{NUMPY_GPT}:GPTEmbedding.forward",
-        "np.arange(tokens.shape[-1])",
+        "start + np.arange(tokens.shape[-1])",
         "np.arange(len(self.positional_embedding.weight))[-tokens.shape[-1] :]",
         "fewer tokens than the context get the last positions, not the first",
         frozenset({TWIN, HAND}), "embedding.positional_embedding.output",
     ),
     PlantedBug(
         "embedding-positions-zero", f"{TORCH_GPT}:GPTEmbedding.forward",
-        "np.arange(tokens.shape[-1])", "np.zeros(tokens.shape[-1], np.int64)",
+        "start + np.arange(tokens.shape[-1])", "np.zeros(tokens.shape[-1], np.int64)",
         "every position is the first",
         frozenset({TWIN, STEP, HAND}), "embedding.positional_embedding.output",
     ),
@@ -436,13 +425,13 @@ BUGS: tuple[PlantedBug, ...] = (
         frozenset({TWIN, HAND}), "loss",
     ),
     PlantedBug(
-        "loss-upstream-ignored", f"{NUMPY}:cross_entropy", "dx * (grad / len(x))", "dx / len(x)",
+        "loss-upstream-ignored", f"{NUMPY}:cross_entropy", "dx *= grad / len(x)", "dx /= len(x)",
         "the cotangent is taken for 1",
         frozenset({TWIN, STEP, EXACT}),
     ),
     PlantedBug(
         "loss-clipped", f"{NUMPY}:cross_entropy",
-        "(np.log(total[:, 0]) - z[rows, columns]).sum()",
+        "(np.log(total[:, 0]) - picked).sum()",
         "-np.log(np.clip((e / total)[rows, columns], 1e-10, 1.0)).sum()",
         "probabilities are clipped at 1e-10 in the forward pass",
         frozenset({TWIN, STEP, HAND}), "loss",
@@ -455,13 +444,21 @@ BUGS: tuple[PlantedBug, ...] = (
     PlantedBug(
         "loss-operand-shifted-in-place", f"{NUMPY}:cross_entropy",
         "z = x - x.real.max(axis=-1, keepdims=True)",
-        "z = np.subtract(x, x.real.max(axis=-1, keepdims=True), out=x)",
+        "z = np.subtract(x, x.real.max(axis=-1, keepdims=True), out=x).copy()",
         "the shift by the maximum is written into the logits",
         frozenset({TWIN, EXACT}), "output.output.output",
     ),
     PlantedBug(
         "loss-saved-in-place", f"{NUMPY}:cross_entropy",
-        "dx = e / total", "dx = np.divide(e, total, out=e)",
+        """\
+        dx = e / total
+        dx[rows, columns] -= 1.0
+        dx *= grad / len(x)
+""", """\
+        dx = np.divide(e, total, out=e)
+        dx[rows, columns] -= 1.0
+        dx = dx * (grad / len(x))
+""",
         "the gradient overwrites what a second backward pass needs",
         frozenset({TWIN, EXACT}),
     ),
@@ -480,21 +477,30 @@ BUGS: tuple[PlantedBug, ...] = (
     # --- AdamW
     PlantedBug(
         "adamw-eps-before-correction", f"{NUMPY_ADAMW}.step",
-        "np.sqrt(v) / math.sqrt(1.0 - beta2**t) + self.eps",
-        "(np.sqrt(v) + self.eps) / math.sqrt(1.0 - beta2**t)",
+        """\
+        update *= 1.0 / math.sqrt(1.0 - beta2**t)
+        update += self.eps
+""", """\
+        update += self.eps
+        update *= 1.0 / math.sqrt(1.0 - beta2**t)
+""",
         "eps is added before the bias correction",
         frozenset({TWIN, BOUND, HAND}),
     ),
     PlantedBug(
         "adamw-eps-inside-root", f"{NUMPY_ADAMW}.step",
-        "np.sqrt(v) / math.sqrt(1.0 - beta2**t) + self.eps",
-        "np.sqrt(v / (1.0 - beta2**t) + self.eps)",
+        """\
+        np.sqrt(v, out=update)
+        update *= 1.0 / math.sqrt(1.0 - beta2**t)
+        update += self.eps
+""",
+        "        np.sqrt(v / (1.0 - beta2**t) + self.eps, out=update)\n",
         "eps is added inside the root",
         frozenset({TWIN, BOUND, HAND}),
     ),
     PlantedBug(
         "adamw-no-correction", f"{NUMPY_ADAMW}.step",
-        "np.sqrt(v) / math.sqrt(1.0 - beta2**t)", "np.sqrt(v)",
+        "        update *= 1.0 / math.sqrt(1.0 - beta2**t)\n", "",
         "the second moment is not corrected for its start at 0",
         frozenset({TWIN, BOUND}),
     ),
@@ -524,8 +530,8 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     PlantedBug(
         "adamw-step-ahead", f"{NUMPY_ADAMW}._runs",
-        "yield slice(start, stop), steps + 1, decays",
-        "yield slice(start, stop), self.steps[run[0]] + 1, decays",
+        "min(start + BLOCK, end)), steps + 1, decays",
+        "min(start + BLOCK, end)), self.steps[run[0]] + 1, decays",
         "the count has gone up before it is used, and goes up again",
         frozenset({TWIN, BOUND, HAND}),
     ),
@@ -565,10 +571,10 @@ BUGS: tuple[PlantedBug, ...] = (
     # --- Clipping
     PlantedBug(
         "clip-per-tensor", f"{NUMPY_ADAMW}.clip_grad_norm",
-        "        self.buffer.grad *= 1.0 if scale > 1.0 else scale\n",
-        "        for p in self.buffer.slices:\n"
-        "            own = math.sqrt(np.dot(self.buffer.grad[p], self.buffer.grad[p]))\n"
-        "            self.buffer.grad[p] *= min(1.0, max_norm / (own + 1e-6))\n",
+        "            self.buffer.grad *= scale\n",
+        "            for p in self.buffer.slices:\n"
+        "                own = math.sqrt(np.dot(self.buffer.grad[p], self.buffer.grad[p]))\n"
+        "                self.buffer.grad[p] *= min(1.0, max_norm / (own + 1e-6))\n",
         "each gradient is clipped by its own norm",
         frozenset({TWIN, BOUND, HAND}),
     ),
@@ -579,7 +585,7 @@ BUGS: tuple[PlantedBug, ...] = (
         frozenset({TWIN, BOUND, HAND}),
     ),
     PlantedBug(
-        "clip-always", f"{NUMPY_ADAMW}.clip_grad_norm", "1.0 if scale > 1.0 else scale", "scale",
+        "clip-always", f"{NUMPY_ADAMW}.clip_grad_norm", "if not scale >= 1.0:", "if True:",
         "short gradients are stretched to max_norm",
         frozenset({TWIN, BOUND, HAND}),
     ),
@@ -722,13 +728,13 @@ BUGS: tuple[PlantedBug, ...] = (
     # --- Training
     PlantedBug(
         "training-zero-grad-missing", f"{TRAINING}:GPTTrainer.train_step",
-        "self.optimizer.zero_grad()\n        loss = ", "loss = ",
+        "self.optimizer.zero_grad()\n        try:", "try:",
         "gradients of all steps add up",
         frozenset({EXACT, HAND}),
     ),
     PlantedBug(
         "training-evaluation-mode", f"{TRAINING}:GPTTrainer.train",
-        "layer_modes(self.model, training=True)", "layer_modes(self.model, training=False)",
+        "layers_of(self.model), training=True", "layers_of(self.model), training=False",
         "layers train in evaluation mode",
         frozenset({EXACT, HAND}),
     ),
@@ -747,18 +753,17 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     # --- Dtype
     PlantedBug(
-        "dtype-gelu-through-float32", f"{NUMPY}:gelu",
-        "t = np.tanh(SQRT_2_OVER_PI * c * (1.0 + GELU_CUBIC * c2))",
-        "t = np.tanh(SQRT_2_OVER_PI * c * (1.0 + GELU_CUBIC * c2)).astype("
-        'np.complex64 if c.dtype.kind == "c" else np.float32).astype(c.dtype)',
+        "dtype-gelu-through-float32", f"{NUMPY}:_gelu",
+        "np.tanh(phi, out=phi)",
+        "phi[...] = np.tanh(phi).astype("
+        'np.complex64 if phi.dtype.kind == "c" else np.float32)',
         "tanh is rounded to float32 within a float64 pass",
         frozenset({TWIN, STEP, BOUND}), "feed_forward.gelu.output",
     ),
     PlantedBug(
         "dtype-scores-through-float32", f"{TORCH}:tril",
-        "_select(x, torch.tril(torch.ones(x.shape[-2:], dtype=torch.bool)), value)",
-        "_select(x.float(), torch.tril(torch.ones(x.shape[-2:], dtype=torch.bool)), value)"
-        ".to(x.dtype)",
+        "_select(x, _triangle(*x.shape[-2:]), value)",
+        "_select(x.float(), _triangle(*x.shape[-2:]), value).to(x.dtype)",
         "scores are masked in float32 within a float64 pass",
         frozenset({TWIN, STEP, BOUND}), "attention.mask.output",
     ),
@@ -770,14 +775,18 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     PlantedBug(
         "dtype-softmax-sum-in-float64", f"{NUMPY}:softmax",
-        "e.sum(axis=-1, keepdims=True)",
-        'e.sum(axis=-1, keepdims=True, dtype=np.result_type(e.dtype, np.float64))',
+        "p /= p.sum(axis=-1, keepdims=True)",
+        "p = p / p.sum(axis=-1, keepdims=True, dtype=np.result_type(p.dtype, np.float64))",
         "the sum makes float32 weights float64, and the next product an error",
         frozenset({TWIN, EXACT}),
     ),
     PlantedBug(
         "dtype-fill-in-float64", f"{NUMPY}:_select",
-        "np.where(keep, x.data, value)", "np.where(keep, x.data, np.float64(value))",
+        """\
+    y = x.data.copy()
+    np.copyto(y, value, where=drop)
+""",
+        "    y = np.where(keep, x.data, np.float64(value))\n",
         "the fill makes float32 scores float64, and a later product an error",
         frozenset({TWIN, EXACT}),
     ),

@@ -13,10 +13,11 @@ from gpt_parity.provenance import provenance
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 PAGE = DOCS / "power.md"
-TITLE = """# How much the suite sees, and how often it cries wolf
-
-Each section is the last result of the command that it names, written by that command.
-"""
+TITLES = {
+    "power.md": "How much the suite sees, and how often it cries wolf",
+    "performance.md": "How fast it is, and how large",
+}
+OPENING = "Each section is the last result of the command that it names, written by that command."
 
 
 def record(heading: str, lines: Iterable[str], page: Path | None = None) -> None:
@@ -27,11 +28,15 @@ def record(heading: str, lines: Iterable[str], page: Path | None = None) -> None
     """
     page = PAGE if page is None else page
     facts = provenance()
-    text = page.read_text() if page.exists() else TITLE if page == PAGE else ""
+    title = TITLES.get(page.name)
+    text = page.read_text() if page.exists() else f"# {title}\n\n{OPENING}\n" if title else ""
     commit = (facts["commit"] or "unknown").replace("+", " + ")
+    command = facts["command"]
+    if command.partition(" ")[0].endswith(".py"):
+        command = f"python scripts/{command}"
     section = "\n".join([
         f"## {heading}", "",
-        f"`python scripts/{facts['command']}`, {date.today()}, commit {commit}, NumPy "
+        f"`{command}`, {date.today()}, commit {commit}, NumPy "
         f"{facts['numpy']}, PyTorch {importlib.metadata.version('torch')}, "
         f"Python {facts['python']}.", "",
         *lines, "", "",

@@ -1,0 +1,1 @@
+"""How fast and how large the twins are, measured side by side."""

@@ -1,0 +1,165 @@
+"""Who is timed: the twins, PyTorch compiled and with its fused attention, and the floor.
+
+Every contender does the same step on the same batches: forward, loss read out, backward, clipping,
+AdamW. PyTorch runs with its fused AdamW, without hooks, and its variants are spared the checks of
+the input that the twins make.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from gpt_parity.backends import build_model, load_backend
+from gpt_parity.bench import floor
+from gpt_parity.config import Backend, Preset, TrainConfig
+from gpt_parity.training import GPTTrainer, inference, layers_of, new_trainer
+from gpt_parity.weights import get_weights
+
+FLOOR_SHA256 = "e19f8298f6f7039b1628376f6889e1b5842ff69e610e8f28fe635f127568b5dc"
+
+Step = Callable[[np.ndarray, np.ndarray], tuple[float, float]]
+Forward = Callable[[np.ndarray, np.ndarray], float]
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A training step that returns loss and gradient norm, and a forward pass with its loss."""
+
+    name: str
+    step: Step
+    forward: Forward
+
+
+def contenders(names: list[str], size: Preset, threads: int | None) -> list[Contender]:
+    """The contenders of these names, all with the same initial weights.
+
+    threads: those of the NumPy twin, or None for its own choice. Raises RuntimeError for a floor
+    that is not the one on record, and what the backends raise.
+    """
+    return [BUILDERS[name](name, size, threads) for name in names]
+
+
+def trainer_of(backend: Backend, size: Preset, threads: int | None = 1) -> GPTTrainer:
+    """A trainer by the recipe of the source text for a model of another size."""
+    config = TrainConfig(
+        backend=backend, threads=threads, batch_size=size.batch_size, context_size=size.length,
+        embedding_size=size.model.embedding_size, blocks=size.model.blocks,
+    )  # fmt: skip
+    return new_trainer(config, size.model)
+
+
+def twin(name: Backend, size: Preset, threads: int | None) -> Contender:
+    """A twin as it is: "numpy" or "torch"."""
+    trainer = trainer_of(name, size, threads)
+    layers = layers_of(trainer.model)
+
+    def forward(tokens: np.ndarray, targets: np.ndarray) -> float:
+        with inference(trainer.model, layers):
+            return trainer.loss_fn(trainer.model(tokens), targets).item()
+
+    return Contender(name, lambda *batch: trainer.train_step(*batch)[:2], forward)
+
+
+def torch_on_one_thread(name: str, size: Preset, threads: int | None) -> Contender:
+    """The torch twin where several cores are at hand and one is faster."""
+    contender = twin("torch", size, 1)
+    torch = sys.modules["torch"]
+
+    def alone(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*batch: np.ndarray) -> Any:
+            before = torch.get_num_threads()
+            torch.set_num_threads(1)
+            try:
+                return function(*batch)
+            finally:
+                torch.set_num_threads(before)
+
+        return call
+
+    return Contender(name, alone(contender.step), alone(contender.forward))
+
+
+def torch_variant(name: str, size: Preset, threads: int | None) -> Contender:
+    """PyTorch without the twin's checks of its input: plain, compiled, or with its own attention.
+
+    "torch unchecked" runs the twin's operations, "torch compiled" lets torch.compile fuse them,
+    "torch sdpa" replaces the attention by scaled_dot_product_attention.
+    """
+    load_backend("torch")
+    import torch
+    import torch.nn.functional as F
+
+    trainer = trainer_of("torch", size)
+    model, optimizer = trainer.model, trainer.optimizer
+    future = ~torch.ones(size.length, size.length, dtype=torch.bool).tril()
+
+    def attend(x: Any) -> Any:
+        if name == "torch sdpa":
+            head = x.unsqueeze(1)
+            return F.scaled_dot_product_attention(head, head, head, is_causal=True).squeeze(1)
+        scores = x @ x.mT / math.sqrt(x.shape[-1])
+        return scores.masked_fill(future, size.model.mask_value).softmax(-1) @ x
+
+    def loss_of(tokens: Any, targets: Any) -> Any:
+        embedding = model.embedding
+        x = F.embedding(tokens, embedding.embedding.weight)
+        x = x + embedding.positional_embedding.weight[: tokens.shape[1]]
+        for block in model.transformers:
+            layers = block.attention.output, block.feed_forward.input, block.feed_forward.output
+            a, h, y = ((layer.weight, layer.bias) for layer in layers)
+            x = F.linear(attend(x), *a)
+            x = F.linear(F.gelu(F.linear(x, *h), approximate="tanh"), *y)
+        logits = F.linear(x, model.output.output.weight, model.output.output.bias)
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+    if name == "torch compiled":
+        loss_of = torch.compile(loss_of)
+    tensors = torch.from_numpy
+
+    def step(tokens: np.ndarray, targets: np.ndarray) -> tuple[float, float]:
+        optimizer.zero_grad()
+        loss = loss_of(tensors(tokens), tensors(targets))
+        value = loss.item()
+        loss.backward()
+        norm = optimizer.clip_grad_norm(trainer.max_norm)
+        optimizer.step()
+        return value, norm
+
+    def forward(tokens: np.ndarray, targets: np.ndarray) -> float:
+        with torch.inference_mode():
+            return loss_of(tensors(tokens), tensors(targets)).item()
+
+    return Contender(name, step, forward)
+
+
+def floor_step(name: str, size: Preset, threads: int | None) -> Contender:
+    """The hand-fused step; its threads are those of the matrix products."""
+    found = hashlib.sha256(Path(floor.__file__).read_bytes()).hexdigest()
+    if found != FLOOR_SHA256:
+        raise RuntimeError(f"floor.py has sha256 {found}, the one on record is {FLOOR_SHA256}")
+    recipe = TrainConfig()
+    weights = get_weights(build_model("numpy", size.model, recipe.seed))
+    hand = floor.FloorStep(
+        weights, size.batch_size, size.length, lr=recipe.learning_rate, betas=recipe.betas,
+        eps=recipe.eps, weight_decay=recipe.weight_decay, max_norm=recipe.max_norm,
+    )  # fmt: skip
+    return Contender(name, hand.step, hand.forward)
+
+
+BUILDERS: dict[str, Callable[[Any, Preset, int | None], Contender]] = {
+    "numpy": twin,
+    "torch": twin,
+    "torch on one thread": torch_on_one_thread,
+    "torch unchecked": torch_variant,
+    "torch compiled": torch_variant,
+    "torch sdpa": torch_variant,
+    "floor": floor_step,
+}

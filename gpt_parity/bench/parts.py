@@ -1,0 +1,273 @@
+"""The parts of the benchmark: each runs its measurements and returns figures and a section."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from gpt_parity.bench.growth import AXES, growth_section
+from gpt_parity.config import BENCHMARKS, BenchConfig, available_cores
+
+CHECKOUT = Path(__file__).resolve().parents[2]
+ONE_THREAD = ["numpy", "torch", "torch unchecked", "torch sdpa", "torch compiled", "floor"]
+SEVERAL_THREADS = ["numpy", "torch", "torch on one thread", "torch compiled"]
+STEPS_OF_LEAKS = [100, 1000]
+GENERATED_TOKENS = 200
+
+
+@dataclass
+class Section:
+    """A table, with sentences below it."""
+
+    heading: str
+    header: list[str]
+    rows: list[list[str]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+def run_worker(measure: str, cores: int = 1, **arguments: Any) -> Any:
+    """The result of one measurement in a fresh process, whose libraries may use `cores` threads.
+
+    Raises ChildProcessError with the last line of its errors where it fails.
+    """
+    result = subprocess.run(
+        [sys.executable, "-m", "gpt_parity.bench.worker", measure, json.dumps(arguments)],
+        capture_output=True, encoding="utf-8", env=_environment(cores),
+    )  # fmt: skip
+    if result.returncode != 0:
+        reason = (result.stderr.strip().splitlines() or ["no reason given"])[-1]
+        raise ChildProcessError(f"benchmark of {measure}: {reason}")
+    return json.loads(result.stdout.strip().splitlines()[-1])
+
+
+def _environment(threads: int) -> dict[str, str]:
+    path = os.pathsep.join(filter(None, [str(CHECKOUT), os.environ.get("PYTHONPATH", "")]))
+    return {**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONPATH": path}
+
+
+def thread_counts() -> list[int]:
+    """One thread, and all cores where there are several."""
+    return sorted({1, available_cores()})
+
+
+def steps(config: BenchConfig) -> tuple[Any, Section]:
+    """Training steps."""
+    return _passes(config, "step", "Training step")
+
+
+def forward(config: BenchConfig) -> tuple[Any, Section]:
+    """Forward passes with their loss, without a graph."""
+    return _passes(config, "forward", "Forward pass")
+
+
+def _passes(config: BenchConfig, which: str, heading: str) -> tuple[Any, Section]:
+    section = Section(
+        f"{heading}, milliseconds", ["size", "threads", "of", "median", "middle half", "NumPy / it"]
+    )
+    figures: dict[str, Any] = {}
+    for size in config.sizes:
+        for threads in thread_counts():
+            names = ONE_THREAD if threads == 1 else SEVERAL_THREADS
+            found = run_worker(
+                "passes", threads, size=size, names=names, threads=1 if threads == 1 else None,
+                seconds=config.seconds, which=which,
+            )  # fmt: skip
+            figures[f"{size}, {threads} threads"] = found
+            for name in names:
+                t = found[name]
+                section.rows.append([
+                    size, str(threads), name, _ms(t["median"]),
+                    f"{_ms(t['lower'])} to {_ms(t['upper'])}",
+                    f"{found['numpy']['median'] / t['median']:.2f}",
+                ])  # fmt: skip
+    return figures, section
+
+
+def _ms(seconds: float) -> str:
+    milliseconds = seconds * 1e3
+    return f"{milliseconds:.3f}" if milliseconds < 10 else f"{milliseconds:.1f}"
+
+
+def generation(config: BenchConfig) -> tuple[Any, Section]:
+    """Generated tokens per second, batch of one, one thread."""
+    section = Section("Generation, tokens per second", ["size", "numpy", "torch", "NumPy / torch"])
+    figures = {}
+    for size in config.sizes:
+        found = run_worker(
+            "generation", size=size, names=["numpy", "torch"], seconds=config.seconds,
+            tokens=GENERATED_TOKENS,
+        )  # fmt: skip
+        rates = {name: GENERATED_TOKENS / t["median"] for name, t in found.items()}
+        figures[size] = rates
+        section.rows.append([
+            size, f"{rates['numpy']:,.0f}", f"{rates['torch']:,.0f}",
+            f"{rates['numpy'] / rates['torch']:.2f}",
+        ])  # fmt: skip
+    section.notes.append(
+        f"{GENERATED_TOKENS} tokens after a prompt of one, on one thread. While the window grows, "
+        "only the new position is computed; once it is full, every position moves."
+    )
+    return figures, section
+
+
+def oracle(config: BenchConfig) -> tuple[Any, Section]:
+    """Seconds of `oracle export` and `oracle check` as commands."""
+    section = Section("Oracle at the source size, seconds of wall time", ["command", "median"])
+    program = [sys.executable, "-m", "gpt_parity.cli"]
+    with tempfile.TemporaryDirectory() as folder:
+        reference = str(Path(folder) / "reference.safetensors")
+        commands = {
+            "start (gpt-parity --version)": ["--version"],
+            "oracle export": ["oracle", "export", "-o", reference, "--overwrite"],
+            "oracle check": ["oracle", "check", reference, "--ref", reference],
+        }
+        found: dict[str, list[float]] = {name: [] for name in commands}
+        for _ in range(5):
+            for name, arguments in commands.items():
+                start = time.perf_counter()
+                result = subprocess.run(
+                    [*program, *arguments], capture_output=True, encoding="utf-8",
+                    env=_environment(1),
+                )  # fmt: skip
+                found[name].append(time.perf_counter() - start)
+                if result.returncode not in (0, 1):
+                    raise ChildProcessError(f"{name}: {result.stderr.strip()}")
+    figures = {name: sorted(times)[2] for name, times in found.items()}
+    section.rows = [[name, f"{seconds:.2f}"] for name, seconds in figures.items()]
+    return figures, section
+
+
+def memory(config: BenchConfig) -> tuple[Any, Section]:
+    """Peak memory of a training step, and whether anything grows."""
+    section = Section(
+        "Memory of training steps, megabytes above those before the model is built",
+        ["size", "must live", "numpy", "torch", "NumPy / must live"],
+    )
+    figures: dict[str, Any] = {}
+    for size in config.sizes:
+        must = bytes_that_must_live(size)
+        peaks = {
+            name: run_worker("memory", size=size, name=name)["peak"] for name in ("numpy", "torch")
+        }
+        figures[size] = {"must_live": must, **peaks}
+        section.rows.append([
+            size, *(f"{b / 1e6:.1f}" for b in (must, peaks["numpy"], peaks["torch"])),
+            f"{peaks['numpy'] / must:.2f}",
+        ])  # fmt: skip
+    figures["leaks"] = leaks = run_worker("leaks", steps=STEPS_OF_LEAKS)
+    section.notes += [
+        "Must live: weights, gradients, both moments, and what the backward pass of the fused "
+        "floor reads: per position and block, x, the context, the attention's result (E each), "
+        "GELU and its derivative (4 E each) and a row of T weights; the last x and V logits.",
+        "Source size: " + "; ".join(
+            f"after step {found['step']:,} there are {found['tensors']} Tensors and "
+            f"{found['resident'] / 1e6:.2f} MB" for found in leaks
+        ) + ".",
+    ]  # fmt: skip
+    return figures, section
+
+
+def bytes_that_must_live(size: str) -> int:
+    """Float32 bytes that a step cannot do without; see the note of `memory`."""
+    preset = BENCHMARKS[size]
+    model, rows = preset.model, preset.batch_size * preset.length
+    per_row = model.blocks * (11 * model.embedding_size + preset.length)
+    per_row += model.embedding_size + model.vocab_size
+    return 4 * (4 * model.parameter_count() + rows * per_row)
+
+
+def start(config: BenchConfig) -> tuple[Any, Section]:
+    """Seconds until the packages are imported."""
+    section = Section("Import, seconds of a whole process", ["program", "median"])
+    programs = {
+        "import numpy": "import numpy",
+        "import gpt_parity, numpy_impl": "import gpt_parity, numpy_impl",
+        "import torch": "import torch",
+    }
+    found: dict[str, list[float]] = {name: [] for name in programs}
+    for _ in range(5):
+        for name, program in programs.items():
+            begin = time.perf_counter()
+            subprocess.run([sys.executable, "-c", program], check=True, env=_environment(1))
+            found[name].append(time.perf_counter() - begin)
+    figures = {name: sorted(times)[2] for name, times in found.items()}
+    section.rows = [[name, f"{seconds:.3f}"] for name, seconds in figures.items()]
+    return figures, section
+
+
+def recipe(config: BenchConfig) -> tuple[Any, Section]:
+    """The whole recipe of the source text on both backends, one thread, in turns."""
+    data = "" if config.data is None else str(config.data.resolve())
+    figures = run_worker("recipe", names=["numpy", "torch"], data=data, steps=config.recipe_steps)
+    seconds, losses = figures["seconds"], figures["test_loss"]
+    section = Section(
+        f"The recipe of the source text, {figures['steps']:,} steps",
+        ["backend", "seconds", "test loss", "NumPy / it"],
+        [[name, f"{seconds[name]:.1f}", f"{losses[name]:.4f}",
+          f"{seconds['numpy'] / seconds[name]:.2f}"] for name in seconds],
+        [f"On {figures['corpus']}, one thread, batches included, the backends in turns."],
+    )  # fmt: skip
+    return figures, section
+
+
+def growth(config: BenchConfig) -> tuple[Any, Section]:
+    """Time and memory of a step over T, E, B and the number of blocks."""
+    figures = {
+        axis: run_worker("growth", axis=axis, values=values, seconds=config.seconds / 20)
+        for axis, values in AXES.items()
+    }
+    return figures, Section(*growth_section(figures))
+
+
+def suite(config: BenchConfig) -> tuple[Any, Section]:
+    """Seconds of the test suite."""
+    begin = time.perf_counter()
+    result = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"], cwd=CHECKOUT,
+        capture_output=True, encoding="utf-8", env=_environment(1),
+    )  # fmt: skip
+    seconds = time.perf_counter() - begin
+    last = (result.stdout.strip().splitlines() or [result.stderr.strip()])[-1].strip("= ")
+    return {"seconds": seconds, "result": last}, Section(
+        "The test suite", ["result", "seconds"], [[last, f"{seconds:.0f}"]]
+    )
+
+
+def profile(config: BenchConfig) -> tuple[Any, Section]:
+    """Where the NumPy step spends its time."""
+    section = Section(
+        "Operations of a NumPy step, milliseconds", ["size", "operation", "calls", "ms", "share"]
+    )
+    figures = {}
+    for size in config.sizes:
+        found = run_worker("operations", size=size, steps=5 if size == "medium" else 50)
+        figures[size] = found
+        total = sum(each["seconds"] for each in found.values())
+        for name, each in sorted(found.items(), key=lambda item: -item[1]["seconds"]):
+            section.rows.append([
+                size, name, f"{each['calls']:.0f}", _ms(each["seconds"]),
+                f"{each['seconds'] / total:.1%}",
+            ])  # fmt: skip
+    return figures, section
+
+
+PARTS: dict[str, Callable[[BenchConfig], tuple[Any, Section]]] = {
+    "step": steps,
+    "forward": forward,
+    "generation": generation,
+    "oracle": oracle,
+    "memory": memory,
+    "start": start,
+    "profile": profile,
+    "recipe": recipe,
+    "growth": growth,
+    "suite": suite,
+}

@@ -1,0 +1,11 @@
+"""Time both backends side by side: the command `gpt-parity bench`."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # where nothing is installed
+
+from gpt_parity.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main(["bench", *sys.argv[1:]]))
