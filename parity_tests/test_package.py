@@ -18,7 +18,8 @@ OURS = {"numpy_impl", "torch_impl", "gpt_parity", "parity_tests", "scripts"}
 ALLOWED = {
     "numpy_impl": {"numpy_impl", "numpy"},
     "torch_impl": {"torch_impl", "numpy", "torch"},
-    # PyTorch and matplotlib inside functions only, as the tests below show; Hypothesis in `oracle/*examples.py`.
+    # PyTorch and matplotlib inside functions only, as the tests below show; Hypothesis in
+    # `oracle/*examples.py`.
     "gpt_parity": {
         "gpt_parity", "numpy_impl", "numpy", "safetensors", "rich", "cyclopts", "torch",
         "hypothesis", "pytest", "threadpoolctl", "matplotlib",
