@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import FrameType
 from typing import IO, Any
@@ -41,6 +41,7 @@ def train(config: TrainConfig) -> int:
     training diverges (the checkpoint of the last validation stays).
     """
     load_backend(config.backend)
+    config = replace(config, threads=config.cores)  # what is chosen here stands in config.json
     corpus = read_corpus(config.data)
     try:
         dataset = CharDataset(

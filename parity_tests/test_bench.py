@@ -119,14 +119,14 @@ def test_times_by_hand() -> None:
 def test_each_round_begins_with_another_and_no_first_call_counts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A clock that each call of a function moves on: 1 ms for a, but 9 ms after b; 50 ms for b."""
+    """A clock that each call of a function moves on: 1 ms for a, but 9 ms after b; 0.5 s for b."""
     clock, order = [0.0], []
 
     def function(name: str) -> Callable[[], None]:
         def call() -> None:
             first = not order or order[-1] != name
             order.append(name)
-            clock[0] += 0.05 if name == "b" else 0.009 if first else 0.001
+            clock[0] += 0.5 if name == "b" else 0.009 if first else 0.001
 
         return call
 
@@ -134,7 +134,7 @@ def test_each_round_begins_with_another_and_no_first_call_counts(
     monkeypatch.setattr("gpt_parity.bench.timing.time.sleep", lambda seconds: None)
     times = interleaved({"a": function("a"), "b": function("b")}, seconds=1e-9)
     assert times["a"].lower == pytest.approx(0.001, rel=1e-9) == times["a"].upper
-    assert times["b"] == Times(*[pytest.approx(0.05, rel=1e-9)] * 3, MINIMUM_ROUNDS)
+    assert times["b"] == Times(*[pytest.approx(0.5, rel=1e-9)] * 3, MINIMUM_ROUNDS)
     turns = [name for k, name in enumerate(order) if k == 0 or order[k - 1] != name]
     assert turns[:4] == ["a", "b", "a", "b"] and order[0] == "a" and order[-1] == "b"
 

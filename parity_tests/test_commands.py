@@ -558,3 +558,9 @@ def test_the_display_draws_by_the_clock_and_not_by_the_step(
             now[0] += 1000.0
         assert display.rate(200) == 200.0
     assert capsys.readouterr().out == "step 200/1000  loss 1.5000  200 tokens/s  0:40 left\n"
+
+
+@pytest.mark.parametrize(("flags", "threads"), [((), 1), (("--threads", "2"), 2)])
+def test_the_threads_of_a_run_stand_in_its_folder(flags: tuple[str, ...], threads: int) -> None:
+    assert train("--max-steps", "2", *flags) == 0
+    assert json.loads(Path("run/config.json").read_text())["train"]["threads"] == threads

@@ -123,11 +123,18 @@ def oracle(config: BenchConfig) -> tuple[Any, Section]:
     section = Section("Oracle at the source size, seconds of wall time", ["command", "median"])
     program = [sys.executable, "-m", "gpt_parity.cli"]
     with tempfile.TemporaryDirectory() as folder:
-        reference = str(Path(folder) / "reference.safetensors")
+        reference, right, wrong = (
+            str(Path(folder) / name) for name in ("reference.safetensors", "right.npz", "wrong.npz")
+        )
+        export = ["oracle", "export", "-o", reference, "--overwrite"]
+        subprocess.run([*program, *export], check=True, capture_output=True, env=_environment(1))
+        for out in (right, wrong):
+            run_worker("submission", reference=reference, out=out, mistake=out == wrong)
         commands = {
-            "start (gpt-parity --version)": ["--version"],
-            "oracle export": ["oracle", "export", "-o", reference, "--overwrite"],
-            "oracle check": ["oracle", "check", reference, "--ref", reference],
+            "gpt-parity --version, the start alone": ["--version"],
+            "oracle export": export,
+            "oracle check, right results": ["oracle", "check", right, "--ref", reference],
+            "oracle check, wrong ones, with hints": ["oracle", "check", wrong, "--ref", reference],
         }
         found: dict[str, list[float]] = {name: [] for name in commands}
         for _ in range(5):
@@ -138,7 +145,7 @@ def oracle(config: BenchConfig) -> tuple[Any, Section]:
                     env=_environment(1),
                 )  # fmt: skip
                 found[name].append(time.perf_counter() - start)
-                if result.returncode not in (0, 1):
+                if result.returncode != ("wrong" in name):
                     raise ChildProcessError(f"{name}: {result.stderr.strip()}")
     figures = {name: sorted(times)[2] for name, times in found.items()}
     section.rows = [[name, f"{seconds:.2f}"] for name, seconds in figures.items()]

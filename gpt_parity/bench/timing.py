@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 MINIMUM_ROUNDS = 7
-SECONDS_PER_TURN = 0.02
+SECONDS_PER_TURN = 0.2
 SECONDS_OF_REST = 0.02
 
 
@@ -32,7 +32,7 @@ def interleaved(functions: Mapping[str, Callable[[], object]], seconds: float) -
 
     Before a turn there is a rest, in which threads of the one before stop waiting for more work.
     A turn is one call that is not timed, since the caches hold other data, and then timed calls for
-    0.02 s, one at least; calls longer than that are all timed.
+    0.2 s, one at least; calls longer than that are all timed.
     """
     names = list(functions)
     found: dict[str, list[float]] = {name: [] for name in names}

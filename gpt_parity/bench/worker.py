@@ -19,14 +19,18 @@ from typing import Any
 
 import numpy as np
 
-from gpt_parity.backends import build_model, thread_limit
+from gpt_parity.backends import build_model, load_backend, thread_limit
 from gpt_parity.bench.contenders import Contender, contenders, trainer_of
 from gpt_parity.bench.growth import preset
 from gpt_parity.bench.timing import interleaved
 from gpt_parity.config import BENCHMARKS, GPTConfig, Preset, TrainConfig
 from gpt_parity.corpus import CharDataset, CharTokenizer, read_corpus
+from gpt_parity.oracle.bundle import pass_arrays
+from gpt_parity.oracle.bundle_files import load_bundle
+from gpt_parity.oracle.trace import trace
 from gpt_parity.schedule import WarmupCosineScheduler
 from gpt_parity.training import new_trainer, stream
+from gpt_parity.weights import set_weights
 from numpy_impl import Tensor
 from numpy_impl.memory import keep_freed_memory
 from numpy_impl.tape import Observer, observe
@@ -81,6 +85,19 @@ def measure_generation(size: str, names: list[str], seconds: float, tokens: int)
         for name, model in models.items()
     }
     return {name: asdict(times) for name, times in interleaved(functions, seconds).items()}
+
+
+def write_submission(reference: str, out: str, mistake: bool) -> Any:
+    """Write what PyTorch computes in float32 for a bundle, by GELU's erf form if `mistake`."""
+    bundle = load_bundle(Path(reference))
+    model = build_model("torch", bundle.config)
+    set_weights(model, {n: w.astype(np.float32) for n, w in bundle.weights.items()})
+    if mistake:
+        for block in model.transformers:
+            block.feed_forward.gelu.approximate = "none"
+    found = trace(model, load_backend("torch").GPTLoss(), bundle.tokens, bundle.targets)
+    np.savez(out, **pass_arrays(found))
+    return {}
 
 
 def measure_memory(size: str, name: str) -> Any:
@@ -215,6 +232,7 @@ def resident(field: str) -> int:
 MEASURES: dict[str, Callable[..., Any]] = {
     "passes": measure_passes,
     "generation": measure_generation,
+    "submission": write_submission,
     "memory": measure_memory,
     "leaks": measure_leaks,
     "recipe": measure_recipe,
