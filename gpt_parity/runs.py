@@ -23,6 +23,7 @@ from gpt_parity.provenance import portable, provenance
 from gpt_parity.schedule import WarmupCosineScheduler
 from gpt_parity.training import GPTTrainer, StepResult, new_trainer, stream
 from gpt_parity.weights import CHECKPOINT_NAME, load_checkpoint, save_checkpoint
+from numpy_impl.memory import keep_freed_memory
 
 CONFIG_NAME = "config.json"
 METRICS_NAME = "metrics.jsonl"
@@ -33,6 +34,7 @@ SECONDS_BETWEEN_FRAMES = 0.25
 SECONDS_BETWEEN_LINES = 10.0
 
 
+@keep_freed_memory()
 def train(config: TrainConfig) -> int:
     """Train, test and sample one model; returns the exit code, 128 + number after a signal.
 
@@ -96,6 +98,7 @@ def train(config: TrainConfig) -> int:
     return 0
 
 
+@keep_freed_memory()
 def generate(config: GenerateConfig) -> int:
     """Write the prompt and its continuation, characters as they come; returns the exit code.
 

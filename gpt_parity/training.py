@@ -78,6 +78,7 @@ class GPTTrainer:
         loss.backward()
         return loss.item()
 
+    @keep_freed_memory()
     def train(
         self, dataset: CharDataset, epochs: int, scheduler: Callable[[int], float], *,
         max_steps: int | None = None, on_step: Callable[[int, StepResult], None] | None = None,
@@ -92,7 +93,7 @@ class GPTTrainer:
         if max_steps is not None:
             require_integer("max_steps", max_steps, 1)
         results: list[StepResult] = []
-        with layer_modes(layers_of(self.model), training=True), keep_freed_memory():
+        with layer_modes(layers_of(self.model), training=True):
             for _ in range(epochs):
                 for tokens, targets in dataset.batches("train"):
                     if len(results) == max_steps:
@@ -103,6 +104,7 @@ class GPTTrainer:
                         on_step(len(results), results[-1])
         return results
 
+    @keep_freed_memory()
     def test(
         self, dataset: CharDataset, *, on_batch: Callable[[int], None] | None = None
     ) -> tuple[np.ndarray, float]:
@@ -129,6 +131,7 @@ class GPTTrainer:
                 on_batch(number)
         return np.concatenate(predictions), math.fsum(losses) / count
 
+    @keep_freed_memory()
     def generate(
         self, text: CharDataset | CharTokenizer, prompt: str, steps: int,
         temperature: float = 1.0, top_k: int | None = None, seed: int = 0,

@@ -205,6 +205,31 @@ def test_the_command_prints_and_writes_what_it_measures(
     assert text.startswith("# Speed\n\n## Other\n\nkept\n") and " cores, " in text
 
 
+def test_the_recipe_and_its_growth_run_in_real_processes(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Four steps of the recipe on both backends, and two values of one size."""
+    pytest.importorskip("matplotlib", reason="needs matplotlib: the extra plots")
+    monkeypatch.setattr(parts, "AXES", {"T": [2, 4]})
+    (tmp_path / "text.txt").write_text("a tape walks backwards. " * 400)
+    assert main([
+        "bench", "--parts", "recipe", "growth", "--recipe-steps", "4", "--seconds", "0.01",
+        "--data", str(tmp_path / "text.txt"), "--json", str(tmp_path / "figures.json"),
+        "--report", str(tmp_path / "speed.md"),
+    ]) == 0  # fmt: skip
+    figures = json.loads((tmp_path / "figures.json").read_text())["figures"]
+    recipe, growth = figures["recipe"], figures["growth"]
+    assert recipe["steps"] == 4 and recipe["corpus"] == "text.txt"
+    assert recipe["seconds"]["numpy"] > 0 and recipe["seconds"]["torch"] > 0
+    losses = recipe["test_loss"]
+    assert np.isclose(losses["numpy"], losses["torch"], rtol=1e-5, atol=0.0)
+    small, large = growth["T"]
+    assert [small["value"], large["value"]] == [2, 4] and 0 < small["bytes"] < large["bytes"]
+    assert (tmp_path / "speed-growth.svg").exists()
+    assert "(speed-growth.svg)" in (tmp_path / "speed.md").read_text()
+    assert "4 steps" in capsys.readouterr().out
+
+
 def test_times_come_as_rows_with_the_ratio_to_numpy(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -38,6 +38,7 @@ from numpy_impl.tape import Observer, observe
 Batch = tuple[np.ndarray, np.ndarray]
 SAME_LOSS = 1e-4  # of float32 losses near ln V, after three steps at learning rate 1e-3
 BATCHES = 8
+STEPS_PER_TURN = 100
 SMALLEST = Preset(GPTConfig(2, 1, 1, 1), batch_size=1, length=1)
 
 
@@ -129,8 +130,8 @@ def measure_leaks(steps: list[int]) -> Any:
     return found
 
 
-def measure_recipe(names: list[str], data: str, steps: int | None, turn: int) -> Any:
-    """Seconds of the whole source recipe, the backends in turns of `turn` steps."""
+def measure_recipe(names: list[str], data: str, steps: int | None) -> Any:
+    """Seconds of the whole source recipe, the backends in turns of 100 steps."""
     config = TrainConfig(threads=1)
     corpus = read_corpus(Path(data) if data else None)
     dataset = CharDataset(
@@ -144,10 +145,10 @@ def measure_recipe(names: list[str], data: str, steps: int | None, turn: int) ->
     model_config = config.model(dataset.vocab_size)
     trainers = {n: new_trainer(replace(config, backend=n), model_config) for n in names}
     seconds = dict.fromkeys(names, 0.0)
-    for start in range(0, total, turn):
+    for start in range(0, total, STEPS_PER_TURN):
         for name, trainer in trainers.items():
             begin = time.perf_counter()
-            for t in range(start, min(start + turn, total)):
+            for t in range(start, min(start + STEPS_PER_TURN, total)):
                 trainer.optimizer.lr = scheduler(t)
                 trainer.train_step(*dataset.batch("train", t % count))
             seconds[name] += time.perf_counter() - begin
