@@ -72,8 +72,10 @@ def plot_growth(figures: dict[str, Any], path: Path) -> None:
     # No date and no random ids: the same figures give the same file.
     settings = {"svg.hashsalt": "gpt-parity", "svg.fonttype": "path"}
     with matplotlib.rc_context(settings):
-        figure, axes = plt.subplots(1, len(figures), figsize=(3.2 * len(figures), 3.0), sharey=True)
-        for axis, (name, points) in zip(axes, figures.items(), strict=True):
+        figure, axes = plt.subplots(
+            1, len(figures), figsize=(3.2 * len(figures), 3.0), sharey=True, squeeze=False
+        )
+        for axis, (name, points) in zip(axes[0], figures.items(), strict=True):
             values = [point["value"] for point in points]
             seconds = np.array([point["seconds"] for point in points])
             work = np.array([operations(name, value) for value in values])
@@ -82,8 +84,8 @@ def plot_growth(figures: dict[str, Any], path: Path) -> None:
             axis.set_xticks(values, map(str, values))
             axis.minorticks_off()
             axis.set_xlabel(name)
-        axes[0].set_ylabel("milliseconds")
-        axes[0].legend()
+        axes[0, 0].set_ylabel("milliseconds")
+        axes[0, 0].legend()
         figure.tight_layout()
         path.parent.mkdir(exist_ok=True)
         figure.savefig(path, metadata={"Date": None})
