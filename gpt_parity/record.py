@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterable
 from datetime import date
 from pathlib import Path
+from typing import Any
 
 from gpt_parity.files import write_atomically
 from gpt_parity.provenance import provenance
@@ -20,14 +21,18 @@ TITLES = {
 OPENING = "Each section is the last result of the command that it names, written by that command."
 
 
-def record(heading: str, lines: Iterable[str], page: Path | None = None) -> None:
+def record(
+    heading: str, lines: Iterable[str], page: Path | None = None,
+    facts: dict[str, Any] | None = None,
+) -> None:  # fmt: skip
     """Put `lines` under `heading` in a page, docs/power.md, in place of what stood there.
 
     The section goes to the end of a page that has none of that heading, and makes a page that is
-    not there.
+    not there. `facts` are the provenance at another moment than this, such as before the first of
+    several sections changed the page.
     """
     page = PAGE if page is None else page
-    facts = provenance()
+    facts = provenance() if facts is None else facts
     title = TITLES.get(page.name)
     text = page.read_text() if page.exists() else f"# {title}\n\n{OPENING}\n" if title else ""
     commit = (facts["commit"] or "unknown").replace("+", " + ")

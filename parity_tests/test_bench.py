@@ -210,7 +210,7 @@ def test_the_recipe_and_its_growth_run_in_real_processes(
 ) -> None:
     """Four steps of the recipe on both backends, and two values of one size."""
     pytest.importorskip("matplotlib", reason="needs matplotlib: the extra plots")
-    monkeypatch.setattr(parts, "AXES", {"T": [2, 4]})
+    monkeypatch.setattr(parts, "AXES", {"T": [2, 64]})
     (tmp_path / "text.txt").write_text("a tape walks backwards. " * 400)
     assert main([
         "bench", "--parts", "recipe", "growth", "--recipe-steps", "4", "--seconds", "0.01",
@@ -224,7 +224,7 @@ def test_the_recipe_and_its_growth_run_in_real_processes(
     losses = recipe["test_loss"]
     assert np.isclose(losses["numpy"], losses["torch"], rtol=1e-5, atol=0.0)
     small, large = growth["T"]
-    assert [small["value"], large["value"]] == [2, 4] and 0 < small["bytes"] < large["bytes"]
+    assert [small["value"], large["value"]] == [2, 64] and 0 < small["bytes"] < large["bytes"]
     assert (tmp_path / "speed-growth.svg").exists()
     assert "(speed-growth.svg)" in (tmp_path / "speed.md").read_text()
     assert "4 steps" in capsys.readouterr().out

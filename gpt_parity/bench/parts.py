@@ -86,9 +86,36 @@ def _passes(config: BenchConfig, which: str, heading: str) -> tuple[Any, Section
                 section.rows.append([
                     size, str(threads), name, _ms(t["median"]),
                     f"{_ms(t['lower'])} to {_ms(t['upper'])}",
-                    f"{found['numpy']['median'] / t['median']:.2f}",
+                    f"{_ratio(found, name):.2f}",
                 ])  # fmt: skip
+    section.notes += _summary(figures, config.sizes)
     return figures, section
+
+
+def _ratio(found: dict[str, Any], name: str) -> float:
+    """Time of NumPy over that of another contender."""
+    return found["numpy"]["median"] / found[name]["median"]
+
+
+def _summary(figures: dict[str, Any], sizes: tuple[str, ...]) -> list[str]:
+    """One line for each rival: NumPy's time over its, by size."""
+
+    def line(rival: str, threads: int, names: list[str]) -> str:
+        ratios = [
+            f"{size} {max(_ratio(figures[f'{size}, {threads} threads'], n) for n in names):.2f}"
+            for size in sizes
+        ]
+        return f"NumPy's time over {rival}: {', '.join(ratios)}."
+
+    rivals = ("torch", "torch compiled", "floor")
+    lines = [line(f"that of {name}, one thread", 1, [name]) for name in rivals]
+    if (cores := available_cores()) > 1:
+        faster = ["torch", "torch on one thread"]
+        lines += [
+            line(f"that of torch on all or on one of {cores} cores, the faster", cores, faster),
+            line(f"that of torch compiled on {cores} cores", cores, ["torch compiled"]),
+        ]
+    return lines
 
 
 def _ms(seconds: float) -> str:

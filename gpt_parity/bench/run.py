@@ -29,6 +29,7 @@ def run(config: BenchConfig, console: Console) -> int:
     contenders do not compute the same losses.
     """
     load_backend("torch")
+    facts = provenance()
     parts = [*config.parts, *(["profile"] if config.profile else [])]
     figures: dict[str, Any] = {}
     for name in dict.fromkeys(parts):
@@ -41,10 +42,10 @@ def run(config: BenchConfig, console: Console) -> int:
                 picture = config.report.with_name(f"{config.report.stem}-growth.svg")
                 plot_growth(figures[name], picture)
                 lines += ["", f"![Time of a step over each size]({picture.name})"]
-            record(section.heading, [f"On {machine()}.", "", *lines], config.report)
+            record(section.heading, [f"On {machine()}.", "", *lines], config.report, facts)
         if config.json is not None:
             content = {"schema": SCHEMA, "version": SCHEMA_VERSION, "figures": figures,
-                       "provenance": provenance()}  # fmt: skip
+                       "provenance": facts}  # fmt: skip
             write_atomically(config.json, (json.dumps(content, indent=2) + "\n").encode())
     return 0
 
