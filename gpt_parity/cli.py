@@ -88,7 +88,9 @@ def verify(*, config: Annotated[VerifyConfig | None, Parameter(name="*")] = None
     with thread_limit(1, "numpy"):
         from gpt_parity.files import write_atomically
         from gpt_parity.verify import verify as run
+        from numpy_impl.memory import keep_freed_memory
 
+        keep_freed_memory()
         console = PipeConsole()
         waiting = PipeConsole(stderr=True).status(f"{config.steps} training steps in lockstep")
 

@@ -180,7 +180,11 @@ class TrainConfig:
             return self.threads
         # Of the vocabulary nothing is known here, and its part is small.
         work = self.model(1).operations(self.batch_size, self.context_size)
-        return available_cores() if work >= WORTH_SEVERAL_CORES else 1
+        if work < WORTH_SEVERAL_CORES:
+            return 1
+        # NumPy splits the batch.
+        cores = available_cores()
+        return min(cores, self.batch_size) if self.backend == "numpy" else cores
 
     def model(self, vocab_size: int) -> GPTConfig:
         """Return the model's part of this configuration."""
@@ -300,6 +304,8 @@ class BenchConfig:
                     raise ValueError(f"{name} has {value!r}, of {known} is needed")
             if not getattr(self, name):
                 raise ValueError(f"{name} is empty, at least one of {known} is needed")
+        if self.json is not None and self.json == self.report:
+            raise ValueError(f"json and report are both {self.json}, two files are needed")
         for name in ("json", "report"):
             path = getattr(self, name)
             if path is not None and (path.is_dir() or not path.parent.is_dir()):

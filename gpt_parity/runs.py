@@ -34,7 +34,6 @@ SECONDS_BETWEEN_FRAMES = 0.25
 SECONDS_BETWEEN_LINES = 10.0
 
 
-@keep_freed_memory()
 def train(config: TrainConfig) -> int:
     """Train, test and sample one model; returns the exit code, 128 + number after a signal.
 
@@ -43,6 +42,7 @@ def train(config: TrainConfig) -> int:
     training diverges (the checkpoint of the last validation stays).
     """
     load_backend(config.backend)
+    keep_freed_memory()
     config = replace(config, threads=config.cores)  # what is chosen here stands in config.json
     corpus = read_corpus(config.data)
     try:
@@ -98,13 +98,13 @@ def train(config: TrainConfig) -> int:
     return 0
 
 
-@keep_freed_memory()
 def generate(config: GenerateConfig) -> int:
     """Write the prompt and its continuation, characters as they come; returns the exit code.
 
     Raises ValueError for a checkpoint or prompt that does not do.
     """
     load_backend(config.backend)
+    keep_freed_memory()
     checkpoint = load_checkpoint(config.checkpoint)
     prompt = config.prompt
     if any("\udc80" <= character <= "\udcff" for character in prompt):

@@ -14,7 +14,6 @@ from gpt_parity.config import GPTConfig, TrainConfig
 from gpt_parity.corpus import CharDataset, CharTokenizer
 from gpt_parity.sampling import sample
 from gpt_parity.schedule import require_integer
-from numpy_impl.memory import keep_freed_memory
 from numpy_impl.parallel import BatchParts
 
 
@@ -41,7 +40,7 @@ class GPTTrainer:
         self.model, self.loss_fn, self.optimizer = model, loss_fn, optimizer
         self.max_norm = max_norm
         self.steps = 0
-        self.parts = BatchParts(threads) if backend_of(model) == "numpy" and threads > 1 else None
+        self.parts = BatchParts(threads) if backend_of(model) == "numpy" else None
 
     def train_step(self, tokens: np.ndarray, targets: np.ndarray) -> StepResult:
         """One update on one batch:  tokens, targets (B, T) integers.
@@ -78,7 +77,6 @@ class GPTTrainer:
         loss.backward()
         return loss.item()
 
-    @keep_freed_memory()
     def train(
         self, dataset: CharDataset, epochs: int, scheduler: Callable[[int], float], *,
         max_steps: int | None = None, on_step: Callable[[int, StepResult], None] | None = None,
@@ -104,7 +102,6 @@ class GPTTrainer:
                         on_step(len(results), results[-1])
         return results
 
-    @keep_freed_memory()
     def test(
         self, dataset: CharDataset, *, on_batch: Callable[[int], None] | None = None
     ) -> tuple[np.ndarray, float]:
@@ -131,7 +128,6 @@ class GPTTrainer:
                 on_batch(number)
         return np.concatenate(predictions), math.fsum(losses) / count
 
-    @keep_freed_memory()
     def generate(
         self, text: CharDataset | CharTokenizer, prompt: str, steps: int,
         temperature: float = 1.0, top_k: int | None = None, seed: int = 0,
@@ -169,8 +165,9 @@ def stream(
 
     The model sees the last `context_size` tokens. Each character takes one uniform number of
     RandomState(seed), so that the text depends on the logits and the seed alone. Arguments are
-    judged at the call, not at the first character. Raises ValueError for an empty prompt, for
-    characters outside the vocabulary, for a model of another vocabulary, and what `sample` does.
+    judged at the call, not at the first character; weights must not change before the last one.
+    Raises ValueError for an empty prompt, for characters outside the vocabulary, for a model of
+    another vocabulary, and what `sample` does.
     """
     if not prompt:
         raise ValueError("prompt is empty, at least one character is needed")

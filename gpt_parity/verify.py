@@ -54,7 +54,7 @@ def verify(
     setting = _lockstep_setting(config, subject)
 
     if config.steps == 0 or config.processes == 1:
-        with thread_limit(1, "torch"), keep_freed_memory():
+        with thread_limit(1, "torch"):
             result = _verification(config, subject)
             on_pass(result)
             if not result.ok:
@@ -70,7 +70,7 @@ def verify(
             float32 = pool.submit(_common_state_float32, setting)
         workers = set(multiprocessing.active_children()) - others
         try:
-            with thread_limit(1, "torch"), keep_freed_memory():
+            with thread_limit(1, "torch"):
                 result = _verification(config, subject)
                 on_pass(result)
                 if result.ok:
@@ -96,7 +96,8 @@ def _interrupts_ignored() -> Iterator[None]:
 
 
 def _common_state_float32(setting: Setting) -> Outcome:
-    with thread_limit(1, "torch"), keep_freed_memory():
+    keep_freed_memory()
+    with thread_limit(1, "torch"):
         return common_state_float32(setting)
 
 

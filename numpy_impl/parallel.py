@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextvars import copy_context
+from typing import Any
 
 import numpy as np
 
 from numpy_impl import tape
 from numpy_impl.tensor import Tensor
+
+Result = tuple[float, list[tuple[Tensor, np.ndarray]]]
 
 
 class BatchParts:
@@ -18,14 +22,20 @@ class BatchParts:
     NumPy lets other threads run while it computes, but works on one core itself, except in matrix
     products (limit their threads to one meanwhile). Losses and gradients are added up in the order
     of the parts, and so do not depend on which thread is first. They do depend, by rounding, on the
-    number of parts. Raises ValueError for less than one thread.
+    number of parts. Raises ValueError for less than one thread, TypeError for no integer.
     """
 
     def __init__(self, threads: int) -> None:
+        if isinstance(threads, bool) or not isinstance(threads, int | np.integer):
+            raise TypeError(f"threads: got {threads!r}, needed an integer")
         if threads < 1:
             raise ValueError(f"threads: got {threads}, needed at least 1")
-        self.threads = threads
-        self.pool = ThreadPoolExecutor(max(1, threads - 1))  # starts a thread when it needs one
+        self.threads = int(threads)
+        self._pool: ThreadPoolExecutor | None = None
+        self._process = 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"threads": self.threads, "_pool": None, "_process": 0}  # a copy starts its own
 
     def backward(
         self, loss_of: Callable[[np.ndarray, np.ndarray], Tensor],
@@ -34,24 +44,32 @@ class BatchParts:
         """Add the gradient of the mean loss over the batch to every leaf; returns the loss.
 
         tokens, targets: (B, T). `loss_of(tokens, targets)` is the mean over the rows it is given.
-        Leaves change only after all parts have succeeded. An observer would be called by several
-        threads at once, so with one there is one part.
+        Leaves change only after all parts have succeeded. Where a parameter has no gradient, its
+        flat buffer serves as memory before that: one call at a time for the same parameters. An
+        observer would be called by several threads at once, so with one there is one part. Raises
+        ValueError for an empty batch, and what `Tensor.backward` raises.
         """
+        if len(tokens) == 0 or len(tokens) != len(targets):
+            raise ValueError(
+                f"batch: got {len(tokens)} and {len(targets)} rows, needed as many, at least one"
+            )
         count = 1 if tape.current_observer() is not None else min(self.threads, len(tokens))
-        shares = np.array_split(np.arange(len(tokens)), count)
+        bounds = [len(tokens) * k // count for k in range(count + 1)]
 
-        def compute(
-            rows: np.ndarray, store: tape.Store = tape.leave
-        ) -> tuple[float, list[tuple[Tensor, np.ndarray]]]:
-            part, share = slice(rows[0], rows[-1] + 1), len(rows) / len(tokens)
+        def compute(k: int) -> Result:
+            part = slice(bounds[k], bounds[k + 1])
+            share = (part.stop - part.start) / len(tokens)
             loss = loss_of(tokens[part], targets[part])
-            gradients = tape.gradients_of(loss, np.full_like(loss.data, share), store=store)
-            return loss.item() * share, gradients
+            cotangent = np.asarray(loss.cotangent() * share)
+            store = tape.stage if k == 0 else tape.leave
+            return loss.item() * share, tape.gradients_of(loss, cotangent, store=store)
 
-        # A thread starts without the settings of this one, such as np.errstate.
-        futures = [self.pool.submit(copy_context().run, compute, rows) for rows in shares[1:]]
+        futures: list[Future[Result]] = []
         try:
-            results = [compute(shares[0], tape.stage)]
+            # A thread starts without the settings of this one, such as np.errstate.
+            for k in range(1, count):
+                futures.append(self._threads().submit(copy_context().run, compute, k))
+            results = [compute(0)]
         finally:
             wait(futures)
         results += [future.result() for future in futures]
@@ -59,3 +77,9 @@ class BatchParts:
             for leaf, grad in gradients:
                 leaf.accumulate_grad(grad)
         return sum(loss for loss, _ in results)
+
+    def _threads(self) -> ThreadPoolExecutor:
+        """The threads, started when first needed; those of a parent process are not here."""
+        if self._pool is None or self._process != os.getpid():
+            self._pool, self._process = ThreadPoolExecutor(self.threads - 1), os.getpid()
+        return self._pool

@@ -85,7 +85,7 @@ def records(*parents: Tensor) -> bool:
 
 def backward_pass(root: Tensor, cotangent: np.ndarray, retain_graph: bool) -> None:
     """Propagate `cotangent` from `root`, then add to the leaves, in a fixed order."""
-    for node, grad in gradients_of(root, cotangent, retain_graph, stage):
+    for node, grad in gradients_of(root, cotangent, retain_graph):
         node.accumulate_grad(grad)
 
 
@@ -98,7 +98,7 @@ def leave(node: Tensor, grad: np.ndarray) -> np.ndarray:
 
 
 def stage(node: Tensor, grad: np.ndarray) -> np.ndarray:
-    """A gradient waits where its tensor wants it; for one pass at a time."""
+    """A gradient waits where its tensor wants it, which no other pass may use meanwhile."""
     return node.stage(grad)
 
 

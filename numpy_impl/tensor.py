@@ -25,8 +25,9 @@ class Tensor:
     them, become float32. Integer and boolean arrays carry indices and never have a gradient.
     Operands must have one dtype (TypeError); plain numbers take the other operand's.
 
-    The backward pass reads the arrays themselves: whoever writes into `x.data` between forward
-    and backward changes the gradient without a word, as with `.data` in PyTorch.
+    The backward pass reads the arrays themselves, or what an operation kept beside them: whoever
+    writes into `x.data` between forward and backward gets a gradient that belongs to neither,
+    without a word, as with `.data` in PyTorch.
     """
 
     __slots__ = (
@@ -127,13 +128,14 @@ class Tensor:
         for a cotangent of another dtype, ValueError for a missing or misshapen one, RuntimeError
         for a tensor without history and for a graph that was freed.
         """
+        tape.backward_pass(self, self.cotangent(gradient), retain_graph)
+
+    def cotangent(self, gradient: Any = None) -> np.ndarray:
+        """What a backward pass from here begins with; raises what `backward` does."""
         if self.dtype.kind == "c":
             raise TypeError(f"backward: got dtype {self.dtype}, needed a real one")
         if not self.requires_grad:
             raise RuntimeError("backward: this tensor has no history that needs a gradient")
-        tape.backward_pass(self, self._cotangent(gradient), retain_graph)
-
-    def _cotangent(self, gradient: Any) -> np.ndarray:
         if gradient is None:
             if self.data.size != 1:
                 raise ValueError(f"backward: shape {self.shape} is no scalar, needed a gradient")

@@ -17,7 +17,7 @@ from gpt_parity.bench.floor import FloorStep
 from gpt_parity.bench.growth import AXES, exponent, growth_section, operations, plot_growth
 from gpt_parity.bench.parts import bytes_that_must_live
 from gpt_parity.bench.timing import MINIMUM_ROUNDS, Times, interleaved
-from gpt_parity.bench.worker import measure_operations, random_batches, require_same_losses
+from gpt_parity.bench.worker import measure_operations, random_batches, require_same_work
 from gpt_parity.cli import main
 from gpt_parity.config import BENCHMARKS, BenchConfig, GPTConfig, Preset
 from gpt_parity.oracle.compare import LOSS, PARAMETER, compare
@@ -91,7 +91,7 @@ def test_a_floor_that_drifted_is_refused(tmp_path: Path, monkeypatch: pytest.Mon
 def test_all_contenders_do_the_same_step() -> None:
     found = contenders(UNCOMPILED, TINY, 1)
     batches = random_batches(TINY)
-    require_same_losses(found, batches)
+    require_same_work(found, batches)
     norms = {c.name: c.step(*batches[0])[1] for c in found}
     forward = {c.name: c.forward(*batches[1]) for c in found}
     for name in UNCOMPILED[1:]:
@@ -99,14 +99,40 @@ def test_all_contenders_do_the_same_step() -> None:
         assert np.isclose(forward[name], forward["numpy"], rtol=1e-5, atol=0.0), forward
 
 
-def test_another_loss_ends_the_benchmark() -> None:
-    def contender(name: str, loss: float) -> Contender:
-        return Contender(name, lambda *batch: (loss, 1.0), lambda *batch: loss)
+@pytest.mark.parametrize(
+    ("loss", "norm", "step", "message"),
+    [
+        (4.001, 1.001, 1.0, ""),
+        (4.01, 1.0, 1.0, r"losses differ: a \[4.0, .*\], b \[4.01, "),
+        (4.0, 1.1, 1.0, r"gradient norms differ: a \[1.0, .*\], b \[1.1, "),
+        (4.0, 1.0, 0.0, "weights differ: w of a moved by 3 and is 3 from that of b"),
+        (4.0, 1.0, 0.9, "weights differ: w of a moved by 3 and is 0.3 from that of b"),
+    ],
+)
+def test_other_work_ends_the_benchmark(loss: float, norm: float, step: float, message: str) -> None:
+    def contender(name: str, loss: float, norm: float, step: float) -> Contender:
+        w = np.zeros(1)
 
-    batches = random_batches(TINY)
-    require_same_losses([contender("a", 4.0), contender("b", 4.0003)], batches)
-    with pytest.raises(RuntimeError, match=r"losses differ: a \[4.0, .*\], b \[4.001, "):
-        require_same_losses([contender("a", 4.0), contender("b", 4.001)], batches)
+        def train(*batch: np.ndarray) -> tuple[float, float]:
+            w[:] += step
+            return loss, norm
+
+        return Contender(name, train, lambda *batch: loss, lambda: {"w": w.copy()})
+
+    pair = [contender("a", 4.0, 1.0, 1.0), contender("b", loss, norm, step)]
+    if not message:
+        require_same_work(pair, random_batches(TINY))
+        return
+    with pytest.raises(RuntimeError, match=message):
+        require_same_work(pair, random_batches(TINY))
+
+
+@pytest.mark.reference("other backend")
+@pytest.mark.parametrize("broken", ["clip_grad_norm", "step"])
+def test_a_twin_that_skips_its_update_is_seen(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(AdamWOptimizer, broken, lambda optimizer, *arguments: 0.0)
+    with pytest.raises(RuntimeError, match="differ: "):
+        require_same_work(contenders(["torch", "numpy"], TINY, 1), random_batches(TINY))
 
 
 # --- Times and fits -------------------------------------------------------------------------------
@@ -259,6 +285,19 @@ def test_a_failing_measurement_is_one_line(
     assert error.startswith("gpt-parity: error: benchmark of passes: ") and error.count("\n") == 1
 
 
+def test_what_cannot_be_written_is_known_before_the_measurement(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(parts, "_python", lambda *arguments: pytest.fail("it measured"))
+    page = tmp_path / "page.md"
+    page.write_bytes(b"\xff")
+    assert main(["bench", "--parts", "start", "--report", str(page)]) == 2
+    monkeypatch.setattr("gpt_parity.bench.growth.importlib.util.find_spec", lambda name: None)
+    assert main(["bench", "--parts", "growth", "--report", str(tmp_path / "new.md")]) == 2
+    undecodable, missing = capsys.readouterr().err.splitlines()
+    assert "can't decode byte 0xff" in undecodable and "needs matplotlib; install it" in missing
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -267,6 +306,7 @@ def test_a_failing_measurement_is_one_line(
         ({"parts": ("speed",)}, "parts has 'speed'"),
         ({"sizes": ("large",)}, "sizes has 'large'"),
         ({"recipe_steps": 0}, "recipe_steps is 0, at least 1 is needed"),
+        ({"report": Path("a"), "json": Path("a")}, "json and report are both a, two files"),
         ({"report": Path("no/such/folder/file.md")}, "a file in a folder that exists is needed"),
     ],
 )

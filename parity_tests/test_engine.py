@@ -692,3 +692,36 @@ def test_random_graphs_equal_torch_to_the_bit(
     grads = [leaf.grad for leaf in leaves if leaf.grad is not None]
     for a, b in itertools.combinations(grads, 2):
         assert not np.shares_memory(a, b)
+
+
+def test_passes_over_one_parameter_may_overlap() -> None:
+    """A second backward pass within the first: 10 from the inner one, 3 from the outer one."""
+    p, q = Parameter(np.ones(2)), Parameter(np.ones(2))
+
+    def inner(grad: np.ndarray) -> tuple[np.ndarray]:
+        (p * 10.0).sum().backward()
+        return (grad,)
+
+    late = Tensor.from_op("late", q.data.copy(), (q,), inner)
+    (late.sum() + (p * 3.0).sum()).backward()
+    np.testing.assert_array_equal(p.grad, [13.0, 13.0])
+
+
+def test_a_pass_that_fails_spares_a_gradient_that_was_kept() -> None:
+    p, q = Parameter(np.ones(2)), Parameter(np.ones(2))
+    (p * 2.0).sum().backward()
+    kept, p.grad = p.grad, None
+
+    def fail(grad: np.ndarray) -> tuple[np.ndarray]:
+        raise KeyError
+
+    with pytest.raises(KeyError):
+        (Tensor.from_op("bad", q.data.copy(), (q,), fail).sum() + (p * 7.0).sum()).backward()
+    np.testing.assert_array_equal(kept, [2.0, 2.0])
+
+
+def test_different_gradients_of_one_parameter_add_up() -> None:
+    p = Parameter(np.ones(2))
+    (p * 2.0).sum().backward()
+    (p * 5.0).sum().backward()
+    np.testing.assert_array_equal(p.grad, [7.0, 7.0])

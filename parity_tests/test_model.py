@@ -319,3 +319,22 @@ def test_the_next_logits_refuse_what_the_model_refuses(backend: str) -> None:
         model.predict_next(np.zeros((1, 33), int))
     with pytest.raises(TypeError, match="tokens: got dtype float64, needed integers"):
         model.predict_next(np.zeros((1, 3)))
+    past = model.predict_next(np.zeros((2, 3), int))[1]
+    for tokens in (np.zeros((2, 3), int), np.zeros((2, 5), int), np.zeros((1, 4), int)):
+        with pytest.raises(ValueError, match=r"past: got shapes \[\(2, 3, 64\), .* for each of 2"):
+            model.predict_next(tokens, past)
+    with pytest.raises(ValueError, match=r"past: got shapes \[\], needed"):
+        model.predict_next(np.zeros((2, 4), int), [])
+
+
+@pytest.mark.reference("exact property")
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_model_that_leaks_computes_its_past_anew(backend: str) -> None:
+    """Its earlier rows attend to the last token, so what was known of them is no longer right."""
+    config = GPTConfig(7, 6, 8, 3, mask_value=-1.0)
+    model = build_model(backend, config, dtype="float64", allow_leak=True)
+    set_weights(model, {n: 3.0 * w for n, w in get_weights(model).items()})
+    tokens = np.array([[1, 4, 2, 6]])
+    past = model.predict_next(tokens[:, :3])[1]
+    anew = model.predict_next(tokens)[0]
+    np.testing.assert_array_equal(model.predict_next(tokens, past)[0], anew)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
+import pickle
+import signal
 import threading
 import time
 from dataclasses import replace
@@ -17,8 +20,9 @@ from gpt_parity.oracle.compare import LOSS, PARAMETER, compare
 from gpt_parity.training import GPTTrainer, new_trainer
 from gpt_parity.weights import get_weights
 from numpy_impl import Tensor, tape
+from numpy_impl.layers import Parameter
 from numpy_impl.parallel import BatchParts
-from numpy_impl.tape import Observer, observe
+from numpy_impl.tape import Observer, no_grad, observe
 from parity_tests.comparers import assert_same_bits
 from parity_tests.models import SIZES, ModelCase, build, fill, model_cases, reference
 
@@ -136,6 +140,74 @@ def test_refuses_less_than_one_thread(threads: int) -> None:
         BatchParts(threads)
 
 
+@pytest.mark.reference("exact property")
+def test_a_gradient_that_is_there_is_added_to() -> None:
+    """Parameters, which have memory of their own: 2 before, then (3 + 5) / 2."""
+    p = Parameter(np.zeros(1))
+    (p * 2.0).sum().backward()
+    rows = np.array([[3.0], [5.0]])
+    for threads in (1, 2):
+        BatchParts(threads).backward(lambda x, y: (p * x).mean(), rows, rows)
+    assert p.grad.tolist() == [2.0 + 4.0 + 4.0]
+
+
+@pytest.mark.reference("by hand")
+@pytest.mark.parametrize("threads", [1, 2])
+def test_refuses_what_backward_refuses(threads: int) -> None:
+    w, parts, rows = Tensor(np.ones(1)), BatchParts(threads), np.ones((2, 1))
+    with no_grad(), pytest.raises(RuntimeError, match="no history that needs a gradient"):
+        parts.backward(lambda x, y: (w * x).mean(), rows, rows)
+    with pytest.raises(ValueError, match="is no scalar, needed a gradient"):
+        parts.backward(lambda x, y: w * np.ones((3, 1)), rows, rows)
+    with pytest.raises(TypeError, match="got dtype complex128, needed a real one"):
+        c = Tensor(np.ones(1, np.complex128))
+        parts.backward(lambda x, y: c.mean(), rows, rows)
+    with pytest.raises(ValueError, match="batch: got 0 and 0 rows, needed as many, at least one"):
+        parts.backward(lambda x, y: (w * x).mean(), rows[:0], rows[:0])
+    with pytest.raises(ValueError, match="batch: got 2 and 1 rows"):
+        parts.backward(lambda x, y: (w * x).mean(), rows, rows[:1])
+    assert w.grad is None
+    with pytest.raises(TypeError, match=r"threads: got 1.5, needed an integer"):
+        BatchParts(1.5)
+
+
+@pytest.mark.reference("exact property")
+def test_the_first_part_needs_no_second_copy_of_its_gradients(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    staged = []
+    right = Parameter.stage
+    monkeypatch.setattr(Parameter, "stage", lambda p, g: staged.append(p) or right(p, g))
+    p = Parameter(np.ones(1))
+    rows = np.ones((2, 1))
+    BatchParts(2).backward(lambda x, y: (p * x).mean(), rows, rows)
+    assert staged == [p] and p.grad.tolist() == [1.0]
+
+
+@pytest.mark.reference("exact property")
+def test_a_copy_has_threads_of_its_own() -> None:
+    two = trainer(2)
+    tokens = np.zeros((4, 8), int)
+    two.train_step(tokens, tokens)
+    other = pickle.loads(pickle.dumps(two.parts))
+    assert other.threads == 2 and other._threads() is not two.parts._threads()
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork: run on a Unix")
+@pytest.mark.reference("exact property")
+def test_a_forked_process_starts_threads_anew() -> None:
+    w, rows = Tensor(np.ones(1)), np.ones((2, 1))
+    parts = BatchParts(2)
+    parts.backward(lambda x, y: (w * x).mean(), rows, rows)
+    child = os.fork()
+    if child == 0:
+        signal.alarm(10)  # a thread that is not there would never answer
+        parts.backward(lambda x, y: (w * x).mean(), rows, rows)
+        os._exit(0 if w.grad.tolist() == [2.0] else 1)
+    assert os.waitpid(child, 0)[1] == 0
+
+
 def trainer(threads: int | None, backend: str = "numpy") -> GPTTrainer:
     config = TrainConfig(backend=backend, dtype="float64", threads=threads, embedding_size=16,
                          context_size=8)  # fmt: skip
@@ -145,7 +217,7 @@ def trainer(threads: int | None, backend: str = "numpy") -> GPTTrainer:
 def test_training_on_two_threads_stays_beside_training_on_one() -> None:
     """Ten steps in float64: rounding apart, which the norm of the weights bounds generously."""
     one, two = trainer(1), trainer(2)
-    assert one.parts is None and two.parts.threads == 2
+    assert (one.parts.threads, two.parts.threads) == (1, 2)
     batches = np.random.default_rng(0).integers(0, 11, (10, 2, 4, 8))
     for tokens, targets in batches:
         a, b = one.train_step(tokens, targets), two.train_step(tokens, targets)
@@ -180,7 +252,8 @@ def test_threads_are_chosen_by_the_size_of_a_step() -> None:
             config, batch_size=size.batch_size, context_size=size.length,
             embedding_size=size.model.embedding_size, blocks=size.model.blocks,
         )  # fmt: skip
-        assert larger.cores == available_cores()
+        assert larger.cores == min(available_cores(), size.batch_size)
+        assert replace(larger, batch_size=1, blocks=100).cores == 1  # nothing to split
     assert trainer(2, "torch").parts is None  # PyTorch has threads of its own
 
 

@@ -39,7 +39,7 @@ def tril(x: Tensor, value: float) -> Tensor:
 
 @functools.lru_cache(maxsize=8)
 def _triangle(rows: int, columns: int) -> Tensor:
-    return torch.tril(torch.ones(rows, columns, dtype=torch.bool))
+    return torch.tril(torch.ones(rows, columns, dtype=torch.bool, device="cpu"))
 
 
 def _select(x: Tensor, keep: Tensor, value: float) -> Tensor:

@@ -119,6 +119,7 @@ class GPT(nn.Module):
         check_mask_value(mask_value, dtype, allow_leak)
         rng = np.random.RandomState(seed)
         self.vocab_size, self.context_size = vocab_size, context_size
+        self.allow_leak = allow_leak
         self.embedding = GPTEmbedding(vocab_size, context_size, embedding_size, rng, dtype)
         self.transformers = nn.ModuleList(
             GPTTransformer(embedding_size, mask_value, rng, dtype) for _ in range(blocks)
@@ -143,12 +144,17 @@ class GPT(nn.Module):
 
         Equal to `predict(tokens)[:, -1]` up to rounding, without what only the logits of other
         positions need. `past` is what the call for all tokens but the last returned: they are not
-        computed again, which is right as long as no token has moved to another position.
+        computed again, which is right as long as no token has moved to another position and no
+        weight has changed. A model that may leak computes all anew, since there the past depends
+        on the last token. Raises ValueError for a past of other shapes.
         """
         tokens = check_tokens(tokens, self.vocab_size, self.context_size)
+        if past is not None:
+            width = self.embedding.embedding.weight.shape[1]
+            check_past(past, tokens, len(self.transformers), width)
         inputs = []
         with torch.no_grad():
-            if past is None:
+            if past is None or self.allow_leak:
                 x = self.embedding(tokens)  # (B, T, E)
                 for transformer in self.transformers[:-1]:
                     inputs.append(x)
@@ -195,3 +201,11 @@ def check_tokens(tokens: np.ndarray, vocab_size: int, context_size: int) -> np.n
         bad = tokens[(tokens < 0) | (tokens >= vocab_size)][0]
         raise ValueError(f"tokens: got id {bad}, needed 0 to {vocab_size - 1}")
     return tokens
+
+
+def check_past(past: list[Tensor], tokens: np.ndarray, blocks: int, embedding_size: int) -> None:
+    """Raise ValueError unless `past` has (B, T - 1, E) for each block, with tokens (B, T)."""
+    needed = (tokens.shape[0], tokens.shape[1] - 1, embedding_size)
+    found = [tuple(x.shape) for x in past]
+    if found != [needed] * blocks:
+        raise ValueError(f"past: got shapes {found}, needed {needed} for each of {blocks} blocks")

@@ -31,11 +31,15 @@ Forward = Callable[[np.ndarray, np.ndarray], float]
 
 @dataclass(frozen=True)
 class Contender:
-    """A training step that returns loss and gradient norm, and a forward pass with its loss."""
+    """A training step that returns loss and gradient norm, and a forward pass with its loss.
+
+    `weights` are copies of those that the step has updated.
+    """
 
     name: str
     step: Step
     forward: Forward
+    weights: Callable[[], dict[str, np.ndarray]]
 
 
 def contenders(names: list[str], size: Preset, threads: int | None) -> list[Contender]:
@@ -65,7 +69,10 @@ def twin(name: Backend, size: Preset, threads: int | None) -> Contender:
         with inference(trainer.model, layers):
             return trainer.loss_fn(trainer.model(tokens), targets).item()
 
-    return Contender(name, lambda *batch: trainer.train_step(*batch)[:2], forward)
+    return Contender(
+        name, lambda *batch: trainer.train_step(*batch)[:2], forward,
+        lambda: get_weights(trainer.model),
+    )  # fmt: skip
 
 
 def torch_on_one_thread(name: str, size: Preset, threads: int | None) -> Contender:
@@ -84,7 +91,7 @@ def torch_on_one_thread(name: str, size: Preset, threads: int | None) -> Contend
 
         return call
 
-    return Contender(name, alone(contender.step), alone(contender.forward))
+    return Contender(name, alone(contender.step), alone(contender.forward), contender.weights)
 
 
 def torch_variant(name: str, size: Preset, threads: int | None) -> Contender:
@@ -137,7 +144,7 @@ def torch_variant(name: str, size: Preset, threads: int | None) -> Contender:
         with torch.inference_mode():
             return loss_of(tensors(tokens), tensors(targets)).item()
 
-    return Contender(name, step, forward)
+    return Contender(name, step, forward, lambda: get_weights(model))
 
 
 def floor_step(name: str, size: Preset, threads: int | None) -> Contender:
@@ -151,7 +158,9 @@ def floor_step(name: str, size: Preset, threads: int | None) -> Contender:
         weights, size.batch_size, size.length, lr=recipe.learning_rate, betas=recipe.betas,
         eps=recipe.eps, weight_decay=recipe.weight_decay, max_norm=recipe.max_norm,
     )  # fmt: skip
-    return Contender(name, hand.step, hand.forward)
+    return Contender(
+        name, hand.step, hand.forward, lambda: {n: w.copy() for n, w in hand.weight.items()}
+    )
 
 
 BUILDERS: dict[str, Callable[[Any, Preset, int | None], Contender]] = {

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.util
+import io
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from gpt_parity.config import GPTConfig, Preset
+from gpt_parity.files import write_atomically
 
 BASE = {"T": 64, "E": 128, "B": 8, "blocks": 2}
 AXES = {
@@ -59,11 +62,17 @@ def growth_section(figures: dict[str, Any]) -> tuple[str, list[str], list[list[s
     ]  # fmt: skip
 
 
-def plot_growth(figures: dict[str, Any], path: Path) -> None:
-    """Time of a step over each size, beside the operations scaled to the largest; an SVG file.
+def require_matplotlib() -> None:
+    """Raise ValueError with the way to install it where matplotlib cannot be imported."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ValueError(
+            "the plot of growth needs matplotlib; install it with: python -m pip install "
+            '-c constraints.txt -e ".[plots]" (in a checkout), or leave out --report'
+        )
 
-    Raises ImportError without matplotlib.
-    """
+
+def plot_growth(figures: dict[str, Any], path: Path) -> None:
+    """Time of a step over each size, beside the operations scaled to the largest; an SVG file."""
     import matplotlib
 
     matplotlib.use("svg")
@@ -87,6 +96,7 @@ def plot_growth(figures: dict[str, Any], path: Path) -> None:
         axes[0, 0].set_ylabel("milliseconds")
         axes[0, 0].legend()
         figure.tight_layout()
-        path.parent.mkdir(exist_ok=True)
-        figure.savefig(path, metadata={"Date": None})
+        image = io.BytesIO()
+        figure.savefig(image, format="svg", metadata={"Date": None})
         plt.close(figure)
+    write_atomically(path, image.getvalue())

@@ -38,14 +38,20 @@ def run_worker(measure: str, cores: int = 1, **arguments: Any) -> Any:
 
     Raises ChildProcessError with the last line of its errors where it fails.
     """
+    module = ["-m", "gpt_parity.bench.worker", measure, json.dumps(arguments)]
+    return json.loads(_python(module, measure, cores).strip().splitlines()[-1])
+
+
+def _python(arguments: list[str], what: str, cores: int = 1, code: int = 0) -> str:
+    """What a Python process prints; ChildProcessError where it does not end with `code`."""
     result = subprocess.run(
-        [sys.executable, "-m", "gpt_parity.bench.worker", measure, json.dumps(arguments)],
-        capture_output=True, encoding="utf-8", env=_environment(cores),
+        [sys.executable, *arguments], capture_output=True, encoding="utf-8", cwd=CHECKOUT,
+        env=_environment(cores),
     )  # fmt: skip
-    if result.returncode != 0:
-        reason = (result.stderr.strip().splitlines() or ["no reason given"])[-1]
-        raise ChildProcessError(f"benchmark of {measure}: {reason}")
-    return json.loads(result.stdout.strip().splitlines()[-1])
+    if result.returncode != code:
+        said = (result.stderr.strip() or result.stdout.strip()).splitlines()
+        raise ChildProcessError(f"benchmark of {what}: {(said or ['no reason given'])[-1]}")
+    return result.stdout
 
 
 def _environment(threads: int) -> dict[str, str]:
@@ -148,13 +154,13 @@ def generation(config: BenchConfig) -> tuple[Any, Section]:
 def oracle(config: BenchConfig) -> tuple[Any, Section]:
     """Seconds of `oracle export` and `oracle check` as commands."""
     section = Section("Oracle at the source size, seconds of wall time", ["command", "median"])
-    program = [sys.executable, "-m", "gpt_parity.cli"]
+    program = ["-m", "gpt_parity.cli"]
     with tempfile.TemporaryDirectory() as folder:
         reference, right, wrong = (
             str(Path(folder) / name) for name in ("reference.safetensors", "right.npz", "wrong.npz")
         )
         export = ["oracle", "export", "-o", reference, "--overwrite"]
-        subprocess.run([*program, *export], check=True, capture_output=True, env=_environment(1))
+        _python([*program, *export], "oracle export")
         for out in (right, wrong):
             run_worker("submission", reference=reference, out=out, mistake=out == wrong)
         commands = {
@@ -167,13 +173,8 @@ def oracle(config: BenchConfig) -> tuple[Any, Section]:
         for _ in range(5):
             for name, arguments in commands.items():
                 start = time.perf_counter()
-                result = subprocess.run(
-                    [*program, *arguments], capture_output=True, encoding="utf-8",
-                    env=_environment(1),
-                )  # fmt: skip
+                _python([*program, *arguments], name, code=int("wrong" in name))
                 found[name].append(time.perf_counter() - start)
-                if result.returncode != ("wrong" in name):
-                    raise ChildProcessError(f"{name}: {result.stderr.strip()}")
     figures = {name: sorted(times)[2] for name, times in found.items()}
     section.rows = [[name, f"{seconds:.2f}"] for name, seconds in figures.items()]
     return figures, section
@@ -230,7 +231,7 @@ def start(config: BenchConfig) -> tuple[Any, Section]:
     for _ in range(5):
         for name, program in programs.items():
             begin = time.perf_counter()
-            subprocess.run([sys.executable, "-c", program], check=True, env=_environment(1))
+            _python(["-c", program], name)
             found[name].append(time.perf_counter() - begin)
     figures = {name: sorted(times)[2] for name, times in found.items()}
     section.rows = [[name, f"{seconds:.3f}"] for name, seconds in figures.items()]
@@ -264,12 +265,9 @@ def growth(config: BenchConfig) -> tuple[Any, Section]:
 def suite(config: BenchConfig) -> tuple[Any, Section]:
     """Seconds of the test suite."""
     begin = time.perf_counter()
-    result = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"], cwd=CHECKOUT,
-        capture_output=True, encoding="utf-8", env=_environment(1),
-    )  # fmt: skip
+    printed = _python(["-m", "pytest", "-q", "-p", "no:cacheprovider"], "the test suite")
     seconds = time.perf_counter() - begin
-    last = (result.stdout.strip().splitlines() or [result.stderr.strip()])[-1].strip("= ")
+    last = printed.strip().splitlines()[-1].strip("= ")
     return {"seconds": seconds, "result": last}, Section(
         "The test suite", ["result", "seconds"], [[last, f"{seconds:.0f}"]]
     )

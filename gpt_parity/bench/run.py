@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 from typing import Any
 
@@ -11,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from gpt_parity.backends import load_backend
-from gpt_parity.bench.growth import plot_growth
+from gpt_parity.bench.growth import plot_growth, require_matplotlib
 from gpt_parity.bench.parts import PARTS, Section
 from gpt_parity.config import BenchConfig, available_cores
 from gpt_parity.files import write_atomically
@@ -29,7 +30,12 @@ def run(config: BenchConfig, console: Console) -> int:
     contenders do not compute the same losses.
     """
     load_backend("torch")
-    facts = provenance()
+    if config.report is not None:
+        if "growth" in config.parts:
+            require_matplotlib()
+        if config.report.exists():
+            config.report.read_text(encoding="utf-8")  # an error now, not after the measurement
+    facts, load = provenance(), load_average()
     parts = [*config.parts, *(["profile"] if config.profile else [])]
     figures: dict[str, Any] = {}
     for name in dict.fromkeys(parts):
@@ -42,12 +48,18 @@ def run(config: BenchConfig, console: Console) -> int:
                 picture = config.report.with_name(f"{config.report.stem}-growth.svg")
                 plot_growth(figures[name], picture)
                 lines += ["", f"![Time of a step over each size]({picture.name})"]
-            record(section.heading, [f"On {machine()}.", "", *lines], config.report, facts)
+            place = f"On {machine()}; load average before: {load}."
+            record(section.heading, [place, "", *lines], config.report, facts)
         if config.json is not None:
             content = {"schema": SCHEMA, "version": SCHEMA_VERSION, "figures": figures,
                        "provenance": facts}  # fmt: skip
             write_atomically(config.json, (json.dumps(content, indent=2) + "\n").encode())
     return 0
+
+
+def load_average() -> str:
+    """Processes that wanted a core in the last minute."""
+    return f"{os.getloadavg()[0]:.2f}" if hasattr(os, "getloadavg") else "unknown"
 
 
 def machine() -> str:
