@@ -108,7 +108,8 @@ def gradients_of(
     """The gradient of every leaf, and of every tensor that retains its own; changes none of them.
 
     `store` is called as soon as a gradient is complete, and says where it is from then on. The
-    graph is freed, unless `retain_graph`, only after the whole pass has succeeded.
+    graph is freed, unless `retain_graph`, only after the whole pass has succeeded. Raises
+    RuntimeError where another pass freed it meanwhile.
     """
     uses = count_uses(root)
     gradients = {root: cotangent}
@@ -128,6 +129,8 @@ def gradients_of(
                 uses[parent] -= 1
                 if not uses[parent]:
                     ready.append(parent)
+    if len(done) != len(uses):
+        raise RuntimeError("backward: this graph was freed by another backward meanwhile")
     if not retain_graph:
         for node in done:
             if node.gradient_fn is not None:

@@ -725,3 +725,20 @@ def test_different_gradients_of_one_parameter_add_up() -> None:
     (p * 2.0).sum().backward()
     (p * 5.0).sum().backward()
     np.testing.assert_array_equal(p.grad, [7.0, 7.0])
+
+
+def test_a_pass_that_frees_the_graph_of_another_is_an_error() -> None:
+    """From within: what is left of the outer pass would be missing without a word."""
+    p, seen = Parameter(np.ones(2)), []
+    x = p * 2.0
+
+    def again(grad: np.ndarray) -> tuple[np.ndarray]:
+        if not seen:
+            seen.append(grad)
+            node.sum().backward()
+        return (grad,)
+
+    node = Tensor.from_op("again", x.data.copy(), (x,), again)
+    with pytest.raises(RuntimeError, match="this graph was freed by another backward meanwhile"):
+        node.sum().backward()
+    np.testing.assert_array_equal(p.grad, [2.0, 2.0])  # of the inner pass, which was whole
