@@ -39,7 +39,8 @@ BUGS: tuple[PlantedBug, ...] = (
                 if not uses[parent]:
                     ready.append(parent)
 """, """\
-                if uses.pop(parent, 0):
+                if uses[parent] > 0:
+                    uses[parent] = 0
                     ready.insert(0, parent)
 """,
         "a tensor on paths of unequal length is propagated before all of its uses are",
