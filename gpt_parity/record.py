@@ -33,14 +33,10 @@ def record(
     """
     page = PAGE if page is None else page
     facts = provenance() if facts is None else facts
-    title = TITLES.get(page.name)
-    text = (
-        page.read_text(encoding="utf-8")
-        if page.exists()
-        else f"# {title}\n\n{OPENING}\n"
-        if title
-        else ""
-    )
+    if page.exists():
+        text = page.read_text(encoding="utf-8")
+    else:
+        text = f"# {TITLES[page.name]}\n\n{OPENING}\n" if page.name in TITLES else ""
     commit = (facts["commit"] or "unknown").replace("+", " + ")
     command = facts["command"]
     if command.partition(" ")[0].endswith(".py"):

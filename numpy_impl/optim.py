@@ -102,7 +102,10 @@ class AdamWOptimizer:
                 parameter.grad = parameter.grad_view
 
     def _runs(self) -> Iterable[tuple[slice, int, bool]]:
-        """Neighbours in the buffer that are updated alike: rows, step count, whether they decay."""
+        """Neighbours in the buffer that are updated alike: rows, step count, whether they decay.
+
+        In blocks of at most BLOCK elements.
+        """
         order = sorted(range(len(self.parameters)), key=lambda i: self.buffer.slices[i].start)
 
         def alike(i: int) -> tuple[bool, int, bool]:

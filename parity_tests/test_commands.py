@@ -233,7 +233,7 @@ def test_diverging_training_is_one_line_and_keeps_the_last_checkpoint(
     assert load_checkpoint(Path("run")).step == 1
 
 
-@pytest.mark.skipif(os.name != "posix", reason="needs a pseudo-terminal")
+@pytest.mark.skipif(os.name != "posix", reason="needs a pseudo-terminal: run on Linux or macOS")
 def test_progress_on_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     import pty
 

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.reference("exact property")
 ROOT = Path(__file__).resolve().parents[1]
 
 glibc = pytest.mark.skipif(
-    platform.libc_ver()[0] != "glibc", reason="needs glibc: run on a Linux that is not musl's"
+    platform.libc_ver()[0] != "glibc", reason="needs glibc: run on Debian or Fedora"
 )
 
 
