@@ -58,12 +58,9 @@ def train(*, config: Annotated[TrainConfig | None, Parameter(name="*")] = None) 
 
     Example: gpt-parity train --backend numpy --data data/tinyshakespeare.txt --eval-every 2000
     """
-    config = config or TrainConfig()
-    # NumPy splits the batch instead, see GPTTrainer.
-    with thread_limit(1 if config.backend == "numpy" else config.cores, config.backend):
-        from gpt_parity import runs
+    from gpt_parity import runs
 
-        return runs.train(config)
+    return runs.train(config or TrainConfig())
 
 
 @app.command
@@ -72,10 +69,9 @@ def generate(*, config: Annotated[GenerateConfig, Parameter(name="*")]) -> int:
 
     Example: gpt-parity generate --checkpoint runs/numpy-float32-seed42 --prompt "ROMEO:"
     """
-    with thread_limit(config.threads, config.backend):
-        from gpt_parity import runs
+    from gpt_parity import runs
 
-        return runs.generate(config)
+    return runs.generate(config)
 
 
 @app.command

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from cyclopts import Parameter
 
@@ -81,11 +81,18 @@ class GPTConfig:
         return 6 * batch_size * length * (linear + self.blocks * 2 * length * width)
 
 
+# Fields of TrainConfig that say where a run is, not what it computes.
+PLACES = frozenset({"data", "out", "overwrite", "resume", "anomaly"})
+# Those that a run which goes on may change.
+CHANGEABLE = frozenset({"backend", "data", "threads", "save_every", "keep", "anomaly"})
+
+
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     """Everything that a training run depends on; the defaults are the recipe of the source text.
 
-    Raises ValueError for values out of range, TypeError for values of another type.
+    `given` holds the names of the fields that were set and not left to their defaults. Raises
+    ValueError for values out of range, TypeError for values of another type.
     """
 
     backend: Backend = "numpy"
@@ -96,6 +103,8 @@ class TrainConfig:
     """Folder of the run; without it runs/BACKEND-DTYPE-seedSEED."""
     overwrite: bool = False
     """Replace the run that the folder already holds."""
+    resume: Path | None = None
+    """Go on with the run of this folder (or checkpoint), which keeps what shapes it."""
     seed: int = 42
     """Seed of the initial weights and of the sample."""
     dtype: Dtype = "float32"
@@ -127,21 +136,36 @@ class TrainConfig:
     max_norm: float = 1.0
     """Largest gradient norm, longer gradients are scaled down to it; inf never scales."""
     eval_every: int | None = None
-    """Steps between validation losses (of the test part) with a checkpoint; else at the end."""
+    """Steps between validation losses (of the test part), else one at the end."""
     log_every: int = 100
     """Steps between two lines of metrics.jsonl; the loss in a line is the mean over its steps."""
     sample_tokens: int = 300
     """Characters of the sample that is generated at the end."""
     threads: int | None = None
     """Cores to train on; by default one, or all where the model is large enough to gain."""
+    save_every: int = 1000
+    """Steps between checkpoints."""
+    keep: int = 2
+    """Checkpoints to keep, the last one among them."""
+    anomaly: bool = False
+    """Look at every value and gradient, and name the operation where one is not finite; slow."""
+
+    given: ClassVar[frozenset[str]] = frozenset()
+
+    def __new__(cls, **given: Any) -> TrainConfig:
+        config = super().__new__(cls)
+        object.__setattr__(config, "given", frozenset(given))
+        return config
 
     def __post_init__(self) -> None:
         require_choices(self)
+        if self.resume is not None and self.overwrite:
+            raise ValueError("resume and overwrite are both set, one of them is needed")
         seed = require_integer("seed", self.seed, 0)
         if seed >= 2**32:
             raise ValueError(f"seed is {seed}, less than 2**32 is needed")
         sizes = ("epochs", "batch_size", "context_size", "embedding_size", "blocks", "log_every",
-                 "sample_tokens")  # fmt: skip
+                 "sample_tokens", "save_every", "keep")  # fmt: skip
         for name in sizes:
             require_integer(name, getattr(self, name), 1)
         for name in ("max_steps", "eval_every", "threads"):
@@ -172,6 +196,20 @@ class TrainConfig:
     def run_folder(self) -> Path:
         """`out`, or the folder named after backend, dtype and seed."""
         return self.out or Path("runs") / f"{self.backend}-{self.dtype}-seed{self.seed}"
+
+    @property
+    def recipe(self) -> dict[str, Any]:
+        """What a run depends on, by field, as JSON holds it; `from_recipe` is the way back."""
+        values = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in PLACES}
+        return {**values, "betas": list(self.betas)}
+
+    @classmethod
+    def from_recipe(cls, recipe: dict[str, Any], **places: Any) -> TrainConfig:
+        """The configuration with these fields; ValueError for any other set of names."""
+        needed = {f.name for f in fields(cls)} - PLACES
+        if set(recipe) != needed:
+            raise ValueError(f"recipe has {sorted(recipe)}, {sorted(needed)} is needed")
+        return cls(**{**recipe, "betas": tuple(recipe["betas"])}, **places)
 
     @property
     def cores(self) -> int:

@@ -4,23 +4,29 @@ from __future__ import annotations
 
 import os
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 
+PARTIAL = ".part"
 
-def write_atomically(path: Path, data: bytes) -> None:
+
+def write_atomically(path: Path, data: bytes, verify: Callable[[Path], None] | None = None) -> None:
     """Write `data` beside `path`, flush it to the disk, then rename: old or new, never half.
 
+    `verify` is called with the file beside, before the renaming; what it raises ends the writing.
     Raises OSError that names `path`; what stood there before is then still there.
     """
-    partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}.part")
+    partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}{PARTIAL}")
     try:
         try:
             with partial.open("xb") as file:
                 file.write(data)
                 file.flush()
                 os.fsync(file.fileno())
+            if verify is not None:
+                verify(partial)
             os.replace(partial, path)
-            _sync_folder(path.parent)
+            sync_folder(path.parent)
         finally:
             partial.unlink(missing_ok=True)
     except OSError as error:
@@ -28,8 +34,14 @@ def write_atomically(path: Path, data: bytes) -> None:
         raise type(error)(f"{path}: cannot be written, {reason}") from error
 
 
-def _sync_folder(folder: Path) -> None:
-    """Make the renaming itself survive a power cut, where folders can be opened."""
+def remove_partial(folder: Path, name: str) -> None:
+    """Delete what writers of `folder / name` left when they were killed; none may be at work."""
+    for partial in folder.glob(f".{name}.*{PARTIAL}"):
+        partial.unlink(missing_ok=True)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make a renaming itself survive a power cut, where folders can be opened."""
     if os.name != "posix":
         return
     descriptor = os.open(folder, os.O_RDONLY)

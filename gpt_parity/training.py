@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from gpt_parity.anomaly import AnomalyError, first_non_finite
 from gpt_parity.backends import backend_of, build_model, load_backend
 from gpt_parity.config import GPTConfig, TrainConfig
 from gpt_parity.corpus import CharDataset, CharTokenizer
@@ -46,7 +47,8 @@ class GPTTrainer:
         """One update on one batch:  tokens, targets (B, T) integers.
 
         A loss or gradient norm that is not finite raises FloatingPointError, which names the
-        step (the first is 1), before any weight or moment has changed.
+        step (the first is 1) and the first tensor that is not finite, before any weight or moment
+        has changed.
         """
         with np.errstate(over="ignore", invalid="ignore"):  # judged at the loss and the norm
             self.optimizer.zero_grad()
@@ -54,9 +56,14 @@ class GPTTrainer:
                 value = self._backward(tokens, targets)
                 norm = self.optimizer.clip_grad_norm(self.max_norm)
             except FloatingPointError as error:
+                first = None
+                if not isinstance(error, AnomalyError):  # which names it already
+                    first = first_non_finite(self.model, self.loss_fn, tokens, targets)
                 self.optimizer.zero_grad()
+                found = f"; first not finite: {first}" if first else ""
                 raise FloatingPointError(
-                    f"training step {self.steps + 1}: {error}; the weights are those before it"
+                    f"training step {self.steps + 1}: {error}{found}; the weights are those before "
+                    "it"
                 ) from error
             self.optimizer.step()
         self.steps += 1
@@ -79,27 +86,28 @@ class GPTTrainer:
 
     def train(
         self, dataset: CharDataset, epochs: int, scheduler: Callable[[int], float], *,
-        max_steps: int | None = None, on_step: Callable[[int, StepResult], None] | None = None,
+        start: int = 0, max_steps: int | None = None,
+        on_step: Callable[[int, StepResult], None] | None = None,
     ) -> list[StepResult]:  # fmt: skip
         """Train on the training part, batches in order, and return the result of every step.
 
-        The rate of step t is scheduler(t), t from 0 at each call. `on_step(t + 1, result)` is
-        called after each step. Every layer is in training mode meanwhile, and afterwards in its
-        own again, whatever happens. Raises ValueError for less than one epoch or step.
+        The rate of step t is scheduler(t), t from `start` at each call: the steps of these epochs
+        that were finished before. `max_steps` counts them too. `on_step(t + 1, result)` is called
+        after each step. Every layer is in training mode meanwhile, and afterwards in its own
+        again, whatever happens. Raises ValueError for less than one epoch or step.
         """
-        require_integer("epochs", epochs, 1)
+        require_integer("start", start, 0)
+        batches = dataset.batch_count("train")
+        total = batches * require_integer("epochs", epochs, 1)
         if max_steps is not None:
-            require_integer("max_steps", max_steps, 1)
+            total = min(total, require_integer("max_steps", max_steps, 1))
         results: list[StepResult] = []
         with layer_modes(layers_of(self.model), training=True):
-            for _ in range(epochs):
-                for tokens, targets in dataset.batches("train"):
-                    if len(results) == max_steps:
-                        return results
-                    self.optimizer.lr = scheduler(len(results))
-                    results.append(self.train_step(tokens, targets))
-                    if on_step is not None:
-                        on_step(len(results), results[-1])
+            for step in range(start, total):
+                self.optimizer.lr = scheduler(step)
+                results.append(self.train_step(*dataset.batch("train", step % batches)))
+                if on_step is not None:
+                    on_step(step + 1, results[-1])
         return results
 
     def test(
@@ -118,8 +126,11 @@ class GPTTrainer:
                 logits = self.model(tokens)
                 loss = self.loss_fn(logits, targets).item()
             if not math.isfinite(loss):
+                with np.errstate(over="ignore", invalid="ignore"):
+                    first = first_non_finite(self.model, self.loss_fn, tokens, targets)
                 raise FloatingPointError(
-                    f"test batch {number}: loss: got {loss}, needed a finite number"
+                    f"test batch {number}: loss: got {loss}, needed a finite number; first not "
+                    f"finite: {first}"
                 )
             predictions.append(as_array(logits).argmax(axis=-1))  # (B, T)
             losses.append(loss * targets.size)
@@ -130,7 +141,8 @@ class GPTTrainer:
 
     def generate(
         self, text: CharDataset | CharTokenizer, prompt: str, steps: int,
-        temperature: float = 1.0, top_k: int | None = None, seed: int = 0,
+        temperature: float = 1.0, top_k: int | None = None,
+        seed: int | np.random.RandomState = 0,
     ) -> str:  # fmt: skip
         """Return `prompt` and `steps` characters more; see `stream`."""
         tokenizer = text.tokenizer if isinstance(text, CharDataset) else text
@@ -140,7 +152,8 @@ class GPTTrainer:
 
     def stream(
         self, text: CharDataset | CharTokenizer, prompt: str, steps: int,
-        temperature: float = 1.0, top_k: int | None = None, seed: int = 0,
+        temperature: float = 1.0, top_k: int | None = None,
+        seed: int | np.random.RandomState = 0,
     ) -> Iterator[str]:  # fmt: skip
         """Yield the characters that `generate` appends, one by one."""
         tokenizer = text.tokenizer if isinstance(text, CharDataset) else text
@@ -159,15 +172,15 @@ def new_trainer(config: TrainConfig, model_config: GPTConfig) -> GPTTrainer:
 
 def stream(
     model: Any, tokenizer: CharTokenizer, prompt: str, steps: int,
-    temperature: float = 1.0, top_k: int | None = None, seed: int = 0,
+    temperature: float = 1.0, top_k: int | None = None, seed: int | np.random.RandomState = 0,
 ) -> Iterator[str]:  # fmt: skip
     """Yield `steps` characters that continue `prompt`, each sampled from the model's logits.
 
     The model sees the last `context_size` tokens. Each character takes one uniform number of
-    RandomState(seed), so that the text depends on the logits and the seed alone. Arguments are
-    judged at the call, not at the first character; weights must not change before the last one.
-    Raises ValueError for an empty prompt, for characters outside the vocabulary, for a model of
-    another vocabulary, and what `sample` does.
+    RandomState(seed), or of the generator given, so that the text depends on the logits and the
+    seed alone. Arguments are judged at the call, not at the first character; weights must not
+    change before the last one. Raises ValueError for an empty prompt, for characters outside the
+    vocabulary, for a model of another vocabulary, and what `sample` does.
     """
     if not prompt:
         raise ValueError("prompt is empty, at least one character is needed")
@@ -182,7 +195,7 @@ def stream(
         raise ValueError(f"prompt: {error}") from error
     steps = require_integer("steps", steps, 0)
     sample(np.zeros(1), temperature, top_k, 0.0)
-    uniforms = np.random.RandomState(seed)
+    uniforms = seed if isinstance(seed, np.random.RandomState) else np.random.RandomState(seed)
 
     def characters() -> Iterator[str]:
         layers = layers_of(model)

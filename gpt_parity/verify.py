@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from gpt_parity.backends import build_model, load_backend, thread_limit
+from gpt_parity.checkpoint import load_checkpoint
 from gpt_parity.config import GPTConfig, TrainConfig, VerifyConfig
 from gpt_parity.corpus import CharDataset, CharTokenizer, Corpus, read_corpus
 from gpt_parity.oracle.compare import Report, compare_traces
@@ -24,7 +25,7 @@ from gpt_parity.oracle.slips import Sighting, show_slips
 from gpt_parity.oracle.tolerance import Tolerances, model_tolerances
 from gpt_parity.oracle.trace import Trace, trace
 from gpt_parity.schedule import WarmupCosineScheduler
-from gpt_parity.weights import get_weights, load_checkpoint, set_weights
+from gpt_parity.weights import get_weights, set_weights
 from numpy_impl.memory import keep_freed_memory
 
 BATCH_SIZE = 4

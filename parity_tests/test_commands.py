@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import io
 import json
 import os
 import re
@@ -13,20 +12,23 @@ import sys
 import time
 from dataclasses import fields
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from threadpoolctl import threadpool_info
 
-from gpt_parity import runs
 from gpt_parity.backends import load_backend, thread_limit
+from gpt_parity.checkpoint import load_checkpoint
 from gpt_parity.cli import main
 from gpt_parity.config import BACKENDS, GenerateConfig, GPTConfig, TrainConfig, VerifyConfig
-from gpt_parity.corpus import CharDataset
+from gpt_parity.corpus import CharDataset, read_corpus
+from gpt_parity.display import Display, validation_table
 from gpt_parity.provenance import command_line, provenance
-from gpt_parity.training import GPTTrainer, StepResult
-from gpt_parity.weights import get_weights, load_checkpoint
+from gpt_parity.run_folder import RUN_FILES
+from gpt_parity.training import GPTTrainer, StepResult, new_trainer
+from gpt_parity.training_run import Run
+from gpt_parity.weights import get_weights
 
 pytestmark = pytest.mark.reference("by hand")
 
@@ -101,7 +103,7 @@ def test_train_writes_a_whole_run(capsys: pytest.CaptureFixture[str]) -> None:
     validations = [(m["step"], m["loss"]) for m in metrics if m["event"] == "validation"]
     assert [step for step, _ in validations] == [3, 6, 9]
     assert lines[-1] == f"test loss {validations[-1][1]:.4f} over 3 batches"
-    assert lines[-4:-1] == runs.validation_table(validations)[1:]
+    assert lines[-4:-1] == validation_table(validations)[1:]
 
     saved = load_checkpoint(Path("run"), config=config, vocabulary=vocabulary)
     assert (saved.backend, saved.dtype, saved.step) == ("numpy", "float64", 9)
@@ -111,7 +113,9 @@ def test_train_writes_a_whole_run(capsys: pytest.CaptureFixture[str]) -> None:
     assert described["train"]["max_steps"] == 9 and described["provenance"]["numpy"]
     sample = Path("run/sample.txt").read_bytes().decode()
     assert sample[0] == "\n" and len(sample) == 1 + 5 and set(sample) <= set(vocabulary)
-    assert sorted(f.name for f in Path("run").iterdir()) == sorted(runs.RUN_FILES)
+    assert sorted(f.name for f in Path("run").iterdir()) == sorted(
+        [*RUN_FILES, "checkpoint-6.safetensors"]
+    )
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -141,12 +145,16 @@ def test_train_does_what_the_trainer_does(backend: str, capsys: pytest.CaptureFi
 @pytest.mark.reference("by hand")
 def test_the_last_line_of_metrics_is_the_mean_of_its_own_steps() -> None:
     """Losses 5, 1 and 2, 4 and 9, every 2 of 5 steps: means 3, 3 and 9."""
-    written = io.StringIO()
-    quiet = SimpleNamespace(rate=lambda step: 0.0, is_due=lambda: False, check=lambda: None)
-    run = runs.Run(TrainConfig(log_every=2), GPTConfig(2), None, None, 5, {}, written, quiet, quiet)
+    config = TrainConfig(log_every=2, out=Path("run"), context_size=8, embedding_size=4, blocks=1)
+    Path("run").mkdir()
+    corpus = read_corpus(Path("text.txt"))
+    dataset = CharDataset(corpus.text, context_size=8, batch_size=4)
+    trainer = new_trainer(config, config.model(dataset.vocab_size))
+    run = Run(config, corpus, dataset, trainer, 5, np.random.RandomState(0), None)
     for step, loss in enumerate((5.0, 1.0, 2.0, 4.0, 9.0), start=1):
         run.after_step(step, StepResult(loss, 0.5, 0.25))
-    lines = [json.loads(line) for line in written.getvalue().splitlines()]
+    run.metrics.__exit__()
+    lines = [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()]
     assert [(m["step"], m["loss"]) for m in lines] == [(2, 3.0), (4, 3.0), (5, 9.0)]
 
 
@@ -221,7 +229,8 @@ def test_a_run_is_replaced_only_when_asked(capsys: pytest.CaptureFixture[str]) -
     assert Path("run/notes.txt").read_text() == "mine"
     capsys.readouterr()
     one_error(capsys, train("--learning-rate", "1e30", "--warmup", "0", "--overwrite"))
-    assert not Path("run/checkpoint.safetensors").exists()  # it would be that of another run
+    assert load_checkpoint(Path("run")).step == 0  # a later one would be that of another run
+    assert not list(Path("run").glob("checkpoint-*"))
 
 
 def test_diverging_training_is_one_line_and_keeps_the_last_checkpoint(
@@ -229,7 +238,12 @@ def test_diverging_training_is_one_line_and_keeps_the_last_checkpoint(
 ) -> None:
     flags = ["--learning-rate", "1e30", "--warmup", "0", "--eval-every", "1"]
     message = one_error(capsys, train(*flags))
-    assert re.match(r"(training step 2|test batch 1): loss: got (nan|inf)", message), message
+    assert re.match(
+        r"(training step 2|test batch 1): loss: got (nan|inf), needed a finite number; first not "
+        r"finite: transformers.0.attention.\w+.\w+put \(\d+ of \d+ values\)",
+        message,
+    ), message
+    assert message.endswith("the last checkpoint, run/checkpoint.safetensors, is of step 1")
     assert load_checkpoint(Path("run")).step == 1
 
 
@@ -271,8 +285,8 @@ def test_a_signal_saves_the_last_finished_step(number: signal.Signals) -> None:
     _, err = process.communicate(timeout=20)
     assert process.returncode == 128 + number
     found = re.fullmatch(
-        rf"gpt-parity: stopped by {number.name} after step (\d+), checkpoint in "
-        r"run/checkpoint.safetensors\n",
+        rf"gpt-parity: stopped by {number.name} after step (\d+) of \d+; go on with: gpt-parity "
+        r"train --resume run\n",
         err.decode(),
     )
     assert found, err
@@ -286,11 +300,11 @@ def test_a_signal_saves_the_last_finished_step(number: signal.Signals) -> None:
 def test_training_into_a_closed_pipe_saves_the_last_finished_step(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def closed(display: runs.Display, text: str) -> None:
+    def closed(display: Display, text: str) -> None:
         raise BrokenPipeError
 
-    monkeypatch.setattr(runs, "SECONDS_BETWEEN_LINES", 0.0)
-    monkeypatch.setattr(runs.Display, "line", closed)
+    monkeypatch.setattr("gpt_parity.display.SECONDS_BETWEEN_LINES", 0.0)
+    monkeypatch.setattr(Display, "line", closed)
     assert train("--max-steps", "3") == 141
     assert capsys.readouterr().err == ""
     assert load_checkpoint(Path("run")).step == 1
@@ -531,14 +545,14 @@ def test_threads_are_given_back() -> None:
 
 def test_the_table_shows_the_curve() -> None:
     points = [(10, 3.0), (20, 2.0), (30, 2.5)]
-    assert runs.validation_table(points) == [
+    assert validation_table(points) == [
         "step  validation loss",
         f"  10  3.0000  {'#' * 41}",
         "  20  2.0000  #",
         f"  30  2.5000  {'#' * 21}",
     ]
-    assert runs.validation_table([(1, 2.0), (2, 2.0)])[1:] == ["   1  2.0000  #", "   2  2.0000  #"]
-    many = runs.validation_table([(step, 1.0 / step) for step in range(1, 1001)])
+    assert validation_table([(1, 2.0), (2, 2.0)])[1:] == ["   1  2.0000  #", "   2  2.0000  #"]
+    many = validation_table([(step, 1.0 / step) for step in range(1, 1001)])
     assert len(many) == 21 and many[-1].startswith("1000  0.0010")
 
 
@@ -547,7 +561,7 @@ def test_the_display_draws_by_the_clock_and_not_by_the_step(
 ) -> None:
     now = [100.0]
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
-    with runs.Display(total=1000, tokens_per_step=10) as display:
+    with Display(total=1000, tokens_per_step=10) as display:
         now[0] += 9.9
         assert not display.is_due()
         now[0] += 0.1

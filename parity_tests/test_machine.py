@@ -20,6 +20,7 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from gpt_parity.checkpoint import MOMENTS, load_checkpoint, save_checkpoint
 from gpt_parity.config import BACKENDS, GPTConfig, TrainConfig
 from gpt_parity.oracle.compare import compare
 from gpt_parity.oracle.lockstep import (
@@ -35,7 +36,7 @@ from gpt_parity.oracle.lockstep import (
 from gpt_parity.oracle.rounding import FLOAT64, MonteCarloArithmetic
 from gpt_parity.oracle.tolerance import noisy_runs, spread_tolerance
 from gpt_parity.training import StepResult, as_array
-from gpt_parity.weights import MOMENTS, get_weights, load_checkpoint, save_checkpoint, set_weights
+from gpt_parity.weights import get_weights, set_weights
 from numpy_impl.tape import observe
 from parity_tests.comparers import assert_same_bits
 from parity_tests.models import BACKENDS as PACKAGES

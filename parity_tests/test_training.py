@@ -14,18 +14,13 @@ import torch
 import numpy_impl.functional
 import torch_impl.functional
 from gpt_parity.backends import build_model, load_backend
+from gpt_parity.checkpoint import load_checkpoint, save_checkpoint
 from gpt_parity.config import BACKENDS, GPTConfig
 from gpt_parity.corpus import CharDataset, CharTokenizer
 from gpt_parity.oracle.rounding import FLOAT64, TABLE, Call, bound
 from gpt_parity.schedule import WarmupCosineScheduler
 from gpt_parity.training import GPTTrainer, stream
-from gpt_parity.weights import (
-    get_weights,
-    load_checkpoint,
-    named_parameters,
-    save_checkpoint,
-    set_weights,
-)
+from gpt_parity.weights import get_weights, named_parameters, set_weights
 from numpy_impl import Tensor, tape
 from parity_tests.comparers import assert_agree
 

@@ -13,11 +13,11 @@ import torch
 
 from gpt_parity import cli
 from gpt_parity.backends import build_model
+from gpt_parity.checkpoint import save_checkpoint
 from gpt_parity.config import GPTConfig, VerifyConfig
 from gpt_parity.corpus import CharTokenizer
 from gpt_parity.oracle import slips
 from gpt_parity.verify import verify
-from gpt_parity.weights import save_checkpoint
 from numpy_impl import functional
 from numpy_impl.tensor import Tensor
 

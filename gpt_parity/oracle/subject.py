@@ -11,11 +11,12 @@ import numpy as np
 
 from gpt_parity.arrays import read_arrays
 from gpt_parity.backends import build_model
+from gpt_parity.checkpoint import load_checkpoint
 from gpt_parity.config import PRESETS, ExportConfig, GPTConfig
 from gpt_parity.oracle.bundle import Bundle, make_bundle
 from gpt_parity.oracle.bundle_files import check_targets
 from gpt_parity.provenance import portable, provenance
-from gpt_parity.weights import get_weights, load_checkpoint
+from gpt_parity.weights import get_weights
 from numpy_impl.gpt import check_tokens
 
 Arrays = dict[str, np.ndarray]

@@ -159,14 +159,14 @@ BLIND_BUGS: tuple[PlantedBug, ...] = (
     PlantedBug(
         name="rate-follows-trainer-steps",
         place="gpt_parity.training:GPTTrainer.train",
-        old="scheduler(len(results))",
+        old="scheduler(step)",
         new="scheduler(self.steps)",
         description="a second call of train goes on with the schedule where the first one ended",
         checks=frozenset({"by hand"}),
     ),
     PlantedBug(
         name="last-metrics-line-short",
-        place="gpt_parity.runs:Run.after_step",
+        place="gpt_parity.training_run:Run.after_step",
         old="mean = self.loss_sum / self.loss_count",
         new="mean = self.loss_sum / min(step, self.config.log_every)",
         description="the mean loss of a last line of fewer than log_every steps is too small",
@@ -174,7 +174,7 @@ BLIND_BUGS: tuple[PlantedBug, ...] = (
     ),
     PlantedBug(
         name="moments-named-in-model-order",
-        place="gpt_parity.weights:_optimizer_names",
+        place="gpt_parity.checkpoint:_optimizer_names",
         old="return [names[id(parameter)] for parameter in optimizer.parameters]",
         new="return list(names.values())",
         description="an optimizer with two like-shaped parameters exchanged saves under both names",

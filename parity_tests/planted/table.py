@@ -741,7 +741,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     PlantedBug(
         "training-rate-late", f"{TRAINING}:GPTTrainer.train",
-        "scheduler(len(results))", "scheduler(len(results) + 1)",
+        "scheduler(step)", "scheduler(step + 1)",
         "each step has the rate of the next",
         frozenset({EXACT, HAND}),
     ),

@@ -1,0 +1,42 @@
+"""Signals that end a run between two steps."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from types import FrameType
+from typing import Any
+
+
+class Stop(Exception):
+    """A signal asked the run to end, and a step has just been finished."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(signal.Signals(number).name)
+        self.number = number
+
+
+class StopBetweenSteps:
+    """Turns the first SIGINT or SIGTERM into `Stop`, raised by `check`; a second acts at once."""
+
+    def __init__(self) -> None:
+        self.received: int | None = None
+        self.before: dict[int, Any] = {}
+
+    def __enter__(self) -> StopBetweenSteps:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self.before[number] = signal.signal(number, self._receive)
+        return self
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        self.received = number
+        self.__exit__()
+
+    def __exit__(self, *exception: object) -> None:
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
+
+    def check(self) -> None:
+        if self.received is not None:
+            raise Stop(self.received)

@@ -1,0 +1,187 @@
+"""The folder of a training run: one writer at a time, its metrics, its last checkpoints."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from gpt_parity.checkpoint import CHECKPOINT_NAME
+from gpt_parity.files import remove_partial
+
+CONFIG_NAME = "config.json"
+METRICS_NAME = "metrics.jsonl"
+SAMPLE_NAME = "sample.txt"
+RUN_FILES = (CONFIG_NAME, METRICS_NAME, CHECKPOINT_NAME, SAMPLE_NAME)
+EARLIER_CHECKPOINT = re.compile(r"checkpoint-([0-9]+)\.safetensors")
+
+
+@contextmanager
+def new_folder(folder: Path, overwrite: bool) -> Iterator[None]:
+    """Make the folder of a run, empty of an earlier one, for this process alone.
+
+    Raises ValueError if it holds a run and `overwrite` is not set, or if another process writes
+    it; OSError that names it if it cannot be written.
+    """
+    held = [name for name in RUN_FILES if (folder / name).exists()]
+    if held and not overwrite:
+        raise ValueError(
+            f"{folder}: holds a run already ({', '.join(held)}), another --out, --overwrite or "
+            f"--resume {folder} is needed"
+        )
+    with _named(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    with _sole_writer(folder):
+        with _named(folder):
+            for name in [*held, *(path.name for _, path in earlier_checkpoints(folder))]:
+                (folder / name).unlink()
+            _clear(folder)
+        yield
+
+
+@contextmanager
+def existing_folder(folder: Path) -> Iterator[None]:
+    """The folder of a run that goes on, for this process alone; raises as `new_folder`."""
+    with _sole_writer(folder):
+        with _named(folder):
+            _clear(folder)
+        yield
+
+
+def _clear(folder: Path) -> None:
+    for name in RUN_FILES:
+        remove_partial(folder, name)
+
+
+@contextmanager
+def _named(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise type(error)(f"{folder}: cannot be written, {error.strerror or error}") from error
+
+
+@contextmanager
+def _sole_writer(folder: Path) -> Iterator[None]:
+    """Hold the folder's lock, where there are locks; the system lets go of it with the process."""
+    if os.name != "posix":
+        yield
+        return
+    import fcntl
+
+    with _named(folder):
+        descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ValueError(
+                f"{folder}: another process trains into it, one at a time is needed"
+            ) from error
+        yield
+    finally:
+        os.close(descriptor)
+
+
+class Metrics:
+    """metrics.jsonl: a line for each record, in the order of the steps.
+
+    size: of a run that goes on, the bytes that were written at its checkpoint. What came later is
+    cut off, since it comes again. Raises OSError that names the file.
+    """
+
+    def __init__(self, path: Path, size: int = 0) -> None:
+        self.path = path
+        with _named(path):
+            self.file = path.open("ab")
+            self.missing = max(0, size - self.file.tell())
+            self.file.truncate(min(size, self.file.tell()))
+
+    def __enter__(self) -> Metrics:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        with _named(self.path):
+            self.file.close()
+
+    def record(self, **values: Any) -> None:
+        with _named(self.path):
+            self.file.write((json.dumps(values) + "\n").encode())
+
+    def flush(self, *, to_disk: bool = False) -> int:
+        """Let others see what was recorded; returns the size of the file."""
+        with _named(self.path):
+            self.file.flush()
+            if to_disk:
+                os.fsync(self.file.fileno())
+            return self.file.tell()
+
+    def validations(self) -> list[tuple[int, float]]:
+        """Steps and losses of the validations recorded so far."""
+        self.flush()
+        lines = map(_record, self.path.read_bytes().splitlines())
+        return [(r["step"], r["loss"]) for r in lines if r.get("event") == "validation"]
+
+
+def _record(line: bytes) -> dict[str, Any]:
+    try:
+        record = json.loads(line)
+    except ValueError:  # other programs may write there too
+        return {}
+    return record if isinstance(record, dict) and {"step", "loss"} <= set(record) else {}
+
+
+class Checkpoints:
+    """The last `keep` checkpoints of a folder, the newest as checkpoint.safetensors.
+
+    An older one has its step in its name, checkpoint-STEP.safetensors. step: that of the newest,
+    None where there is none.
+    """
+
+    def __init__(self, folder: Path, keep: int, step: int | None = None) -> None:
+        self.folder, self.keep, self.step = folder, keep, step
+
+    @property
+    def path(self) -> Path:
+        return self.folder / CHECKPOINT_NAME
+
+    def save(self, step: int, write: Callable[[Path], None]) -> None:
+        """Let `write(path)` make the newest checkpoint; at any moment there is a whole one.
+
+        Raises OSError that names the file and the checkpoint that is left.
+        """
+        try:
+            if self.step is not None and self.keep > 1:
+                self._set_aside(self.folder / f"checkpoint-{self.step}.safetensors")
+            write(self.path)
+        except OSError as error:
+            whole = self.step is not None and self.path.exists()
+            left = f"; the checkpoint of step {self.step} is whole" if whole else ""
+            raise type(error)(f"{error}{left}") from error
+        self.step = step
+        paths = earlier_checkpoints(self.folder)
+        kept = [path for earlier, path in paths if earlier < step][-(self.keep - 1) :]
+        for _, path in paths:
+            # A later one is of a run that went on from an earlier step once more.
+            if self.keep == 1 or path not in kept:
+                path.unlink(missing_ok=True)
+
+    def _set_aside(self, path: Path) -> None:
+        """Give the newest checkpoint a second name, under which it stays."""
+        with _named(path):
+            path.unlink(missing_ok=True)
+            try:
+                os.link(self.path, path)
+            except OSError:  # a file system without hard links, or the file itself is gone
+                shutil.copyfile(self.path, path)
+
+
+def earlier_checkpoints(folder: Path) -> list[tuple[int, Path]]:
+    """Step and path of the checkpoints but the newest, by step."""
+    found = ((EARLIER_CHECKPOINT.fullmatch(path.name), path) for path in folder.iterdir())
+    return sorted((int(match[1]), path) for match, path in found if match)

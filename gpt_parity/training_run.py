@@ -1,0 +1,215 @@
+"""A training run in its folder: what happens after each step, and how it ends."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from contextlib import nullcontext
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+
+from gpt_parity.anomaly import watch
+from gpt_parity.checkpoint import Checkpoint, TrainingRun, save_checkpoint
+from gpt_parity.config import GPTConfig, TrainConfig
+from gpt_parity.corpus import CharDataset, Corpus
+from gpt_parity.display import Display, validation_table
+from gpt_parity.files import write_atomically
+from gpt_parity.interrupts import Stop, StopBetweenSteps
+from gpt_parity.provenance import portable, provenance
+from gpt_parity.run_folder import CONFIG_NAME, METRICS_NAME, SAMPLE_NAME, Checkpoints, Metrics
+from gpt_parity.schedule import WarmupCosineScheduler
+from gpt_parity.training import GPTTrainer, StepResult
+
+
+class Run:
+    """Metrics, display, validations and checkpoints of the steps of one run.
+
+    checkpoint: what it goes on from, None for a new one.
+    """
+
+    def __init__(
+        self, config: TrainConfig, corpus: Corpus, dataset: CharDataset, trainer: GPTTrainer,
+        total: int, sampler: np.random.RandomState, checkpoint: Checkpoint | None,
+    ) -> None:  # fmt: skip
+        self.config, self.corpus, self.dataset, self.trainer = config, corpus, dataset, trainer
+        self.total, self.sampler = total, sampler
+        self.folder = config.run_folder
+        self.model_config = config.model(dataset.vocab_size)
+        self.facts = provenance()
+        self.stop = StopBetweenSteps()
+        self.display = Display(total, config.batch_size * config.context_size, trainer.steps)
+        self.loss_sum, self.loss_count = 0.0, 0
+        newest = None
+        if checkpoint is None:
+            content = _config_json(config, self.model_config, corpus, self.facts)
+            write_atomically(self.folder / CONFIG_NAME, content)
+        else:
+            if config.resume.is_dir():
+                newest = checkpoint.step
+            self.loss_sum, self.loss_count = checkpoint.run.loss_sum, checkpoint.run.loss_count
+        self.checkpoints = Checkpoints(self.folder, config.keep, newest)
+        size = checkpoint.run.metrics_size if checkpoint is not None else 0
+        self.metrics = Metrics(self.folder / METRICS_NAME, size)
+
+    def finish(self) -> int:
+        """Take the steps that are left, test and sample; returns the exit code."""
+        config, trainer = self.config, self.trainer
+        scheduler = WarmupCosineScheduler(
+            config.learning_rate, self.total, config.warmup, config.min_learning_rate
+        )
+        self._announce()
+        try:
+            if config.resume is None:
+                self.save()
+            elif self._validates_at(trainer.steps):
+                # Saved before its validation, whose line was cut off.
+                self.validate()
+            with watch(trainer.model) if config.anomaly else nullcontext():
+                trainer.train(
+                    self.dataset, config.epochs, scheduler, start=trainer.steps,
+                    max_steps=self.total, on_step=self.after_step,
+                )  # fmt: skip
+            loss = self.validate()
+            self._sample()
+        except BrokenPipeError:
+            self.save()
+            raise
+        except FloatingPointError as error:
+            raise FloatingPointError(
+                f"{error}; the last checkpoint, {self.checkpoints.path}, is of step "
+                f"{self.checkpoints.step}"
+            ) from error
+        except Stop as signal_seen:
+            self.save()
+            print(
+                f"gpt-parity: stopped by {signal_seen} after step {trainer.steps} of {self.total}; "
+                f"go on with: {self._resume_command()}",
+                file=sys.stderr,
+            )
+            return 128 + signal_seen.number
+        validations = self.metrics.validations()
+        if len(validations) > 1:
+            print("\n".join(validation_table(validations)))
+        print(f"test loss {loss:.4f} over {self.dataset.batch_count('test')} batches")
+        return 0
+
+    def _announce(self) -> None:
+        print(_corpus_line(self.corpus, self.model_config))
+        goes_on = f" from step {self.trainer.steps}" if self.config.resume is not None else ""
+        if self.metrics.missing:
+            print(
+                f"{self.metrics.path}: {self.metrics.missing} bytes of earlier steps are missing, "
+                "it goes on without them"
+            )
+        print(
+            f"{self.config.backend} {self.config.dtype}, {self.total} steps{goes_on}, run in "
+            f"{self.folder}", flush=True,
+        )  # fmt: skip
+
+    def after_step(self, step: int, result: StepResult) -> None:
+        self.loss_sum += result.loss
+        self.loss_count += 1
+        mean = self.loss_sum / self.loss_count
+        if step % self.config.log_every == 0 or step == self.total:
+            self.metrics.record(
+                event="train", step=step, loss=mean,
+                grad_norm=result.grad_norm, lr=result.lr,
+                tokens_per_second=round(self.display.rate(step)),
+            )  # fmt: skip
+            self.loss_sum, self.loss_count = 0.0, 0
+        if self.display.is_due():
+            self.metrics.flush()
+            self.display.show(step, mean)
+        if self._validates_at(step):
+            self.validate()
+        elif step % self.config.save_every == 0 and step < self.total:
+            with self.display.paused():
+                self.save()
+        self.stop.check()
+
+    def _validates_at(self, step: int) -> bool:
+        """Whether a validation follows this step; the one after the last step is `finish`'s."""
+        every = self.config.eval_every
+        return every is not None and step % every == 0 and 0 < step < self.total
+
+    def validate(self) -> float:
+        """Save, then measure the loss on the test part."""
+        with self.display.paused():
+            self.save()
+            loss = self.trainer.test(self.dataset, on_batch=lambda _: self.stop.check())[1]
+        self.metrics.record(event="validation", step=self.trainer.steps, loss=loss)
+        self.metrics.flush()
+        if self.config.eval_every is not None:
+            self.display.line(f"step {self.trainer.steps}  validation loss {loss:.4f}")
+        return loss
+
+    def save(self) -> None:
+        """Write a checkpoint of the last finished step, unless it is there already."""
+        step = self.trainer.steps
+        if self.checkpoints.step == step:
+            return
+        epoch, batch = divmod(step, self.dataset.batch_count("train"))
+        run = TrainingRun(
+            self.config.recipe, _corpus_facts(self.corpus, self.config), self.total, epoch, batch,
+            self.loss_sum, self.loss_count, self.metrics.flush(to_disk=True), self.sampler,
+        )  # fmt: skip
+        try:
+            self.checkpoints.save(step, lambda path: save_checkpoint(
+                path, self.trainer.model, config=self.model_config,
+                vocabulary=self.dataset.tokenizer.vocabulary, step=step,
+                optimizer=self.trainer.optimizer, run=run, provenance=self.facts,
+            ))  # fmt: skip
+        except ValueError as error:  # weights or moments that are not finite
+            raise FloatingPointError(f"after training step {step}: {error}") from error
+
+    def _sample(self) -> None:
+        prompt = _first_prompt(self.dataset)
+        text = [prompt]
+        for character in self.trainer.stream(
+            self.dataset, prompt, self.config.sample_tokens, seed=self.sampler
+        ):
+            self.stop.check()
+            text.append(character)
+        write_atomically(self.folder / SAMPLE_NAME, "".join(text).encode("utf-8"))
+
+    def _resume_command(self) -> str:
+        command = ["gpt-parity", "train", "--resume", str(self.folder)]
+        data = self.config.data
+        if data is not None and portable(str(data)) != str(data):
+            command += ["--data", str(data)]
+        return shlex.join(command)
+
+
+def _corpus_line(corpus: Corpus, config: GPTConfig) -> str:
+    absent = "data/tinyshakespeare.txt is absent, trained on " if corpus.is_fallback else ""
+    return (
+        f"{absent}{corpus.name}: {len(corpus.text):,} characters, vocabulary {config.vocab_size}, "
+        f"{config.parameter_count():,} parameters, sha256 {corpus.sha256[:16]}"
+    )
+
+
+def _corpus_facts(corpus: Corpus, config: TrainConfig) -> dict[str, Any]:
+    path = None if config.data is None else portable(str(config.data))
+    return {
+        "name": corpus.name, "path": path, "characters": len(corpus.text), "sha256": corpus.sha256,
+    }  # fmt: skip
+
+
+def _config_json(
+    config: TrainConfig, model_config: GPTConfig, corpus: Corpus, facts: dict[str, Any]
+) -> bytes:
+    content = {
+        "train": config.recipe, "model": asdict(model_config),
+        "corpus": _corpus_facts(corpus, config),
+        "parameters": model_config.parameter_count(), "provenance": facts,
+    }  # fmt: skip
+    return (json.dumps(content, indent=2) + "\n").encode("utf-8")
+
+
+def _first_prompt(dataset: CharDataset) -> str:
+    """A line feed, after which anything may begin, or else the first character there is."""
+    vocabulary = dataset.tokenizer.vocabulary
+    return "\n" if "\n" in vocabulary else vocabulary[0]
