@@ -39,14 +39,17 @@ GENERATOR_SHAPE = (625,)  # the 624 words of a Mersenne Twister, and the place i
 class TrainingRun:
     """Where a training run stands, beside weights and moments: what the next step depends on.
 
-    recipe: the fields of TrainConfig by name, as JSON holds them. corpus: name, characters and
-    sha256 of the text. total_steps: where the learning rate's schedule ends. epoch, batch: the
-    next batch. loss_sum, loss_count: of the steps since the last line of metrics.
-    sample: the generator that the sample at the end is drawn with.
+    recipe: the fields of TrainConfig by name, as JSON holds them. corpus: name, path, characters
+    and sha256 of the text. history: for each process that took steps the first of them (from 0),
+    its backend, threads and versions. total_steps: where the learning rate's schedule ends. epoch,
+    batch: the next batch. loss_sum, loss_count: of the steps since the last line of metrics.
+    metrics_size: bytes of metrics.jsonl. sample: the generator that the sample at the end is drawn
+    with.
     """
 
     recipe: dict[str, Any]
     corpus: dict[str, Any]
+    history: list[dict[str, Any]]
     total_steps: int
     epoch: int
     batch: int
@@ -56,7 +59,9 @@ class TrainingRun:
     sample: np.random.RandomState = field(repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        for name, kind in (("recipe", dict), ("corpus", dict), ("loss_sum", float)):
+        for name, kind in (
+            ("recipe", dict), ("corpus", dict), ("history", list), ("loss_sum", float),
+        ):  # fmt: skip
             if not isinstance(getattr(self, name), kind):
                 raise ValueError(f"{name} is {getattr(self, name)!r}, {kind.__name__} is needed")
         if not math.isfinite(self.loss_sum):
@@ -64,11 +69,11 @@ class TrainingRun:
         for name in ("total_steps", "epoch", "batch", "loss_count", "metrics_size"):
             require_integer(name, getattr(self, name), 0)
         TrainConfig.from_recipe(self.recipe)
-        for name, kind in (("name", str), ("characters", int), ("sha256", str)):
+        for name, kind in (
+            ("name", str), ("path", str | None), ("characters", int), ("sha256", str),
+        ):  # fmt: skip
             if not isinstance(self.corpus.get(name), kind):
-                raise ValueError(
-                    f"corpus: {name} is {self.corpus.get(name)!r}, {kind.__name__} is needed"
-                )
+                raise ValueError(f"corpus: {name} is {self.corpus.get(name)!r}, {kind} is needed")
 
     @property
     def manifest(self) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from gpt_parity.backends import thread_limit
 from gpt_parity.checkpoint import Checkpoint, load_checkpoint
 from gpt_parity.config import CHANGEABLE, GenerateConfig, TrainConfig
 from gpt_parity.corpus import CharDataset, Corpus, read_corpus
-from gpt_parity.run_folder import existing_folder, new_folder
+from gpt_parity.run_folder import earlier_checkpoints, existing_folder, new_folder
 from gpt_parity.training import new_trainer, stream
 from gpt_parity.training_run import Run
 from gpt_parity.weights import set_weights
@@ -75,8 +75,13 @@ def resumed(config: TrainConfig) -> tuple[TrainConfig, Checkpoint]:
     differs from the run's, unless it is one that does not shape the run.
     """
     assert config.resume is not None
-    checkpoint = load_checkpoint(config.resume)
     folder = config.resume if config.resume.is_dir() else config.resume.parent
+    try:
+        checkpoint = load_checkpoint(config.resume)
+    except ValueError as error:
+        earlier = earlier_checkpoints(folder) if config.resume.is_dir() else []
+        hint = f"; --resume {earlier[-1][1]} is an earlier one" if earlier else ""
+        raise ValueError(f"{error}{hint}") from error
     if checkpoint.run is None:
         raise ValueError(
             f"{config.resume}: holds a model alone, a checkpoint of a training run is needed"
@@ -90,10 +95,16 @@ def resumed(config: TrainConfig) -> tuple[TrainConfig, Checkpoint]:
                 f"{name} is {mine}, the run in {folder} has {theirs} and keeps it: of all that "
                 f"shapes a run, {', '.join(sorted(CHANGEABLE))} alone may change"
             )
-    path = checkpoint.run.corpus.get("path")
     changes = {name: getattr(config, name) for name in config.given & CHANGEABLE}
-    changes = {"data": Path(path) if path else None, **changes, "resume": config.resume}
-    return replace(before, **changes), checkpoint
+    path = checkpoint.run.corpus.get("path")
+    if path is not None and "data" not in changes:
+        if not Path(path).exists():
+            raise ValueError(
+                f"{folder}: was trained on {path}, which is not here; --data FILE of that text is "
+                "needed"
+            )
+        changes["data"] = Path(path)
+    return replace(before, resume=config.resume, **changes), checkpoint
 
 
 def _check_text(corpus: Corpus, checkpoint: Checkpoint) -> None:

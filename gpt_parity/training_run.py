@@ -43,6 +43,10 @@ class Run:
         self.display = Display(total, config.batch_size * config.context_size, trainer.steps)
         self.loss_sum, self.loss_count = 0.0, 0
         newest = None
+        versions = {k: self.facts.get(k) for k in ("gpt_parity", "numpy", "torch", "commit")}
+        self.history = [
+            {"step": trainer.steps, "backend": config.backend, "threads": config.threads} | versions
+        ]
         if checkpoint is None:
             content = _config_json(config, self.model_config, corpus, self.facts)
             write_atomically(self.folder / CONFIG_NAME, content)
@@ -50,6 +54,7 @@ class Run:
             if config.resume.is_dir():
                 newest = checkpoint.step
             self.loss_sum, self.loss_count = checkpoint.run.loss_sum, checkpoint.run.loss_count
+            self.history = checkpoint.run.history + self.history
         self.checkpoints = Checkpoints(self.folder, config.keep, newest)
         size = checkpoint.run.metrics_size if checkpoint is not None else 0
         self.metrics = Metrics(self.folder / METRICS_NAME, size)
@@ -153,8 +158,9 @@ class Run:
             return
         epoch, batch = divmod(step, self.dataset.batch_count("train"))
         run = TrainingRun(
-            self.config.recipe, _corpus_facts(self.corpus, self.config), self.total, epoch, batch,
-            self.loss_sum, self.loss_count, self.metrics.flush(to_disk=True), self.sampler,
+            self.config.recipe, _corpus_facts(self.corpus, self.config), self.history, self.total,
+            epoch, batch, self.loss_sum, self.loss_count, self.metrics.flush(to_disk=True),
+            self.sampler,
         )  # fmt: skip
         try:
             self.checkpoints.save(step, lambda path: save_checkpoint(

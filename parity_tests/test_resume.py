@@ -1,0 +1,330 @@
+"""Runs that end early and go on: from any moment, to the bit, and never into something else."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from gpt_parity.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
+from gpt_parity.cli import main
+from gpt_parity.config import BACKENDS, TrainConfig
+from gpt_parity.run_folder import existing_folder
+from gpt_parity.training import GPTTrainer
+from gpt_parity.training_run import Run
+
+pytestmark = pytest.mark.reference("exact property")
+
+TEXT = "Früh übt sich, was ein Meister werden will.\r\n" * 12
+FLAGS = [
+    "--context-size", "8", "--embedding-size", "8", "--blocks", "1", "--sample-tokens", "20",
+    "--max-steps", "6", "--warmup", "2", "--log-every", "4", "--eval-every", "3",
+    "--save-every", "2",
+]  # fmt: skip
+VARIANTS = [
+    ("numpy", "float32", "1"), ("numpy", "float64", "2"), ("torch", "float32", "1"),
+    ("torch", "float64", "1"),
+]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("text.txt").write_bytes(TEXT.encode())
+
+
+def train(out: str, *flags: str) -> int:
+    return main(["train", "--data", "text.txt", "--out", out, *FLAGS, *flags])
+
+
+def resume(folder: str, *flags: str) -> int:
+    return main(["train", "--resume", folder, *flags])
+
+
+def kill_at(step: int, number: signal.Signals, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Send this process the signal while training takes its `step`-th step."""
+    original = GPTTrainer.train_step
+
+    def train_step(trainer: GPTTrainer, tokens: np.ndarray, targets: np.ndarray) -> Any:
+        if trainer.steps + 1 == step:
+            os.kill(os.getpid(), number)
+        return original(trainer, tokens, targets)
+
+    monkeypatch.setattr(GPTTrainer, "train_step", train_step)
+
+
+def results(folder: str) -> dict[str, Any]:
+    """All that a run leaves behind and that the clock does not touch."""
+    checkpoint = load_checkpoint(Path(folder))
+    lines = map(json.loads, Path(folder, "metrics.jsonl").read_text().splitlines())
+    return {
+        "arrays": arrays(checkpoint),
+        "step": checkpoint.step,
+        "run": replace(checkpoint.run, history=[], metrics_size=0),
+        "metrics": [{k: v for k, v in m.items() if k != "tokens_per_second"} for m in lines],
+        "sample": Path(folder, "sample.txt").read_bytes(),
+    }
+
+
+def arrays(checkpoint: Checkpoint) -> dict[str, bytes]:
+    found = {f"weights {name}": array.tobytes() for name, array in checkpoint.weights.items()}
+    for kind, values in checkpoint.optimizer.items():
+        found |= {f"{kind} {name}": np.asarray(value).tobytes() for name, value in values.items()}
+    return found | {"sample": str(checkpoint.run.sample.get_state()).encode()}
+
+
+# --- the same to the bit --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda n: n.name)
+@pytest.mark.parametrize("variant", VARIANTS, ids="-".join)
+@pytest.mark.parametrize("step", [1, 3, 6])
+def test_a_stopped_run_goes_on_to_the_bit(
+    step: int, variant: tuple[str, str, str], number: signal.Signals,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """In weights, moments, metrics and the sample; stopped before, at and after a validation."""
+    backend, dtype, threads = variant
+    flags = ["--backend", backend, "--dtype", dtype, "--threads", threads]
+    assert train("unbroken", *flags) == 0
+    with monkeypatch.context() as patch:
+        kill_at(step, number, patch)
+        capsys.readouterr()
+        assert train("stopped", *flags) == 128 + number
+    error = capsys.readouterr().err
+    assert error == (
+        f"gpt-parity: stopped by {number.name} after step {step} of 6; go on with: gpt-parity "
+        "train --resume stopped\n"
+    )
+    assert load_checkpoint(Path("stopped")).step == step
+    assert resume("stopped") == 0
+    assert results("stopped") == results("unbroken")
+
+
+def test_a_run_goes_on_from_any_moment_to_the_bit(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """From a copy of its folder before and after each write, as if killed there."""
+    copies: list[str] = []
+
+    def copied(method: str, patch: pytest.MonkeyPatch) -> None:
+        original = getattr(Run, method)
+
+        def call(self: Any, *arguments: Any, **options: Any) -> Any:
+            for moment in ("before", "after"):
+                result = original(self, *arguments, **options) if moment == "after" else None
+                if Path("run/checkpoint.safetensors").exists():
+                    copies.append(f"copy{len(copies)}")
+                    shutil.copytree("run", copies[-1])
+            return result
+
+        patch.setattr(Run, method, call)
+
+    with monkeypatch.context() as patch:
+        for method in ("save", "validate", "after_step", "_sample"):
+            copied(method, patch)
+        assert train("run") == 0
+    assert len(copies) > 20
+    expected = results("run")
+    steps = {load_checkpoint(Path(copy)).step for copy in copies}
+    assert steps == {0, 2, 3, 4, 6}
+    for copy in copies:
+        assert resume(copy) == 0, capsys.readouterr()
+        assert results(copy) == expected, copy
+
+
+def test_what_a_killed_process_wrote_half_is_cut_off(capsys: pytest.CaptureFixture[str]) -> None:
+    assert train("run") == 0
+    expected = results("run")
+    with Path("run/metrics.jsonl").open("ab") as metrics:
+        metrics.write(b'{"event": "train", "step": 7, "lo')
+    Path("run/.checkpoint.safetensors.0123.part").write_bytes(b"half")
+    Path("run/sample.txt").unlink()
+    assert resume("run") == 0
+    assert results("run") == expected
+    assert not list(Path("run").glob(".*"))
+
+
+def test_a_run_goes_on_from_an_earlier_checkpoint(capsys: pytest.CaptureFixture[str]) -> None:
+    assert train("run", "--keep", "4") == 0
+    expected = results("run")
+    assert resume("run/checkpoint-3.safetensors") == 0
+    assert results("run") == expected
+
+
+def test_the_history_says_who_took_which_steps(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with monkeypatch.context() as patch:
+        kill_at(2, signal.SIGINT, patch)
+        assert train("run", "--dtype", "float64") == 130
+    assert resume("run", "--backend", "torch") == 0
+    run = load_checkpoint(Path("run")).run
+    assert [(h["step"], h["backend"], h["threads"]) for h in run.history] == [
+        (0, "numpy", 1), (2, "torch", 1),
+    ]  # fmt: skip
+    assert load_checkpoint(Path("run")).backend == "torch"
+
+
+# --- the last checkpoints -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("keep", "steps"), [("1", []), ("2", [4]), ("3", [3, 4]), ("9", [0, 2, 3, 4])]
+)
+def test_the_last_checkpoints_are_kept(
+    keep: str, steps: list[int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train("run", "--keep", keep) == 0
+    earlier = sorted(Path("run").glob("checkpoint-*"))
+    assert [load_checkpoint(path).step for path in earlier] == steps
+    assert [path.name for path in earlier] == [f"checkpoint-{step}.safetensors" for step in steps]
+    assert load_checkpoint(Path("run")).step == 6
+
+
+def test_a_damaged_checkpoint_points_to_an_earlier_one(capsys: pytest.CaptureFixture[str]) -> None:
+    assert train("run") == 0
+    expected = results("run")
+    path = Path("run/checkpoint.safetensors")
+    path.write_bytes(path.read_bytes()[:-1])
+    capsys.readouterr()
+    assert resume("run") == 2
+    error = capsys.readouterr().err
+    assert error.endswith("--resume run/checkpoint-4.safetensors is an earlier one\n"), error
+    assert resume("run/checkpoint-4.safetensors") == 0
+    assert results("run") == expected
+
+
+# --- refusals -------------------------------------------------------------------------------------
+
+
+def refused(capsys: pytest.CaptureFixture[str], folder: str, *flags: str) -> str:
+    """The one line of a refusal that leaves the run's folder as it is."""
+    before = {path: path.read_bytes() for path in Path("run").iterdir()}
+    capsys.readouterr()
+    assert resume(folder, *flags) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1 and before == {p: p.read_bytes() for p in Path("run").iterdir()}
+    return lines[0].removeprefix("gpt-parity: error: ")
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--seed", "42"], "seed is 42, the run in run has 7 and keeps it"),
+        (["--max-steps", "9"], "max_steps is 9, the run in run has 6"),
+        (["--dtype", "float64"], "dtype is float64"),
+        (["--betas", "0.9", "0.99"], r"betas is (0.9, 0.99), the run in run has (0.9, 0.999)"),
+        (["--out", "other"], "out is other, the run in run has run"),
+        (["--overwrite"], "resume and overwrite are both set"),
+        (["--data", "other.txt"], "other.txt: has sha256"),
+        (["--data", "absent.txt"], "absent.txt: cannot be read"),
+    ],
+)
+def test_what_shapes_a_run_stays(
+    flags: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also where the flag has its own default for value."""
+    assert train("run", "--seed", "7") == 0
+    Path("other.txt").write_bytes(TEXT.encode() + b"!")
+    assert refused(capsys, "run", *flags).startswith(message)
+
+
+def test_flags_that_agree_with_the_run_are_no_mistake(capsys: pytest.CaptureFixture[str]) -> None:
+    assert train("run", "--seed", "7") == 0
+    expected = results("run")
+    assert resume("run", "--seed", "7", "--out", "./run", "--data", "text.txt", "--keep", "2") == 0
+    assert results("run") == expected
+
+
+def test_the_text_of_the_run_is_needed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert train("run") == 0
+    Path("text.txt").rename("moved.txt")
+    assert refused(capsys, "run") == (
+        "run: was trained on text.txt, which is not here; --data FILE of that text is needed"
+    )
+    assert resume("run", "--data", "moved.txt") == 0
+
+
+def test_a_model_alone_is_no_run(capsys: pytest.CaptureFixture[str]) -> None:
+    assert train("run") == 0
+    saved = load_checkpoint(Path("run"))
+    save_checkpoint(
+        Path("run/checkpoint.safetensors"), saved.build_model(), config=saved.config,
+        vocabulary=saved.vocabulary, step=saved.step,
+    )  # fmt: skip
+    assert refused(capsys, "run").startswith("run: holds a model alone")
+
+
+@pytest.mark.parametrize("changes", [{"epoch": 1}, {"batch": 0}, {"total_steps": 7}])
+def test_positions_that_contradict_each_other_are_refused(
+    changes: dict[str, int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train("run") == 0
+    saved = load_checkpoint(Path("run"))
+    config = TrainConfig.from_recipe(saved.run.recipe)
+    from gpt_parity.training import new_trainer
+
+    trainer = new_trainer(config, saved.config)
+    save_checkpoint(
+        Path("run/checkpoint.safetensors"), trainer.model, config=saved.config,
+        vocabulary=saved.vocabulary, step=saved.step, optimizer=trainer.optimizer,
+        run=replace(saved.run, **changes),
+    )  # fmt: skip
+    assert refused(capsys, "run").startswith("checkpoint of step 6: epoch, batch and total steps")
+
+
+@pytest.mark.skipif(os.name != "posix", reason="needs file locks: run on Linux or macOS")
+def test_one_process_at_a_time_trains_into_a_folder(capsys: pytest.CaptureFixture[str]) -> None:
+    assert train("run") == 0
+    with existing_folder(Path("run")):
+        assert refused(capsys, "run").startswith("run: another process trains into it")
+        assert train("run", "--overwrite") == 2
+    assert resume("run") == 0
+
+
+def test_lost_metrics_are_said_and_the_run_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
+    assert train("run") == 0
+    size = Path("run/metrics.jsonl").stat().st_size
+    Path("run/metrics.jsonl").write_bytes(b"")
+    expected = results("run")["arrays"]
+    capsys.readouterr()
+    assert resume("run/checkpoint-4.safetensors") == 0
+    lines = capsys.readouterr().out.splitlines()
+    missing = load_checkpoint(Path("run/checkpoint-4.safetensors")).run.metrics_size
+    assert 0 < missing < size
+    assert (
+        f"run/metrics.jsonl: {missing} bytes of earlier steps are missing, it goes on without them"
+        in lines
+    )
+    assert results("run")["arrays"] == expected
+
+
+def test_a_run_without_steps_left_says_its_loss_again(capsys: pytest.CaptureFixture[str]) -> None:
+    assert train("run") == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert resume("run") == 0
+    assert capsys.readouterr().out.splitlines()[-1] == last
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_first_checkpoint_is_there_before_the_first_step(
+    backend: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def killed(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(GPTTrainer, "train_step", killed)
+        assert train("run", "--backend", backend) == 130
+    assert load_checkpoint(Path("run")).step == 0
+    assert train("unbroken", "--backend", backend) == 0
+    assert resume("run") == 0
+    assert results("run") == results("unbroken")
