@@ -78,7 +78,10 @@ class _NumpyWatcher(Observer):
     def __init__(self, model: Any) -> None:
         self.layers = {id(layer): name for name, layer in model.named_modules()}
         self.parameters = {id(p): name for name, p in model.named_parameters()}
+        # Of the pass that runs and of the last one, whose backward pass is still to come. The
+        # tensors are held, so that no id is used twice.
         self.outputs: dict[int, tuple[Any, str]] = {}
+        self.finished: dict[int, tuple[Any, str]] = {}
 
     def forward(self, op: str, out: Any, parents: tuple[Any, ...]) -> None:
         if not _finite(op, out.data):
@@ -98,15 +101,14 @@ class _NumpyWatcher(Observer):
 
     def layer(self, layer: Any, inputs: tuple[Any, ...], output: Any) -> None:
         name = self.layers.get(id(layer))
-        if name == "":  # the pass is over; the tensors of the next one may have the same ids
-            self.outputs.clear()
+        if name == "":
+            self.finished, self.outputs = self.outputs, {}
         elif name is not None:
             self.outputs.setdefault(id(output), (output, f"{name}.output"))
 
     def _call(self, op: str, parents: tuple[Any, ...]) -> str:
-        names = [
-            self.parameters.get(id(p)) or self.outputs.get(id(p), (p, "..."))[1] for p in parents
-        ]
+        known = self.finished | self.outputs
+        names = [self.parameters.get(id(p)) or known.get(id(p), (p, "..."))[1] for p in parents]
         return f"{op}({', '.join(names)})"
 
 

@@ -280,6 +280,8 @@ class VerifyConfig:
     """Folder of a run, or a checkpoint file, whose weights are compared instead."""
     steps: int = 200
     """Training steps in lockstep; 0 compares one pass only."""
+    hops: int = 0
+    """Also train with so many changes of the backend, each by a checkpoint after 10 steps."""
     seed: int = 42
     """Seed of the initial weights; without effect on those of a checkpoint."""
     json: Path | None = None
@@ -289,6 +291,7 @@ class VerifyConfig:
 
     def __post_init__(self) -> None:
         require_integer("steps", self.steps, 0)
+        require_integer("hops", self.hops, 0)
         require_integer("processes", self.processes, 1)
         if self.json is not None and (self.json.is_dir() or not self.json.parent.is_dir()):
             raise ValueError(f"json is {self.json}, a file in a folder that exists is needed")

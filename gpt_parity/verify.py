@@ -18,6 +18,7 @@ from gpt_parity.config import GPTConfig, TrainConfig, VerifyConfig
 from gpt_parity.corpus import CharDataset, CharTokenizer, Corpus, read_corpus
 from gpt_parity.oracle.compare import Report, compare_traces
 from gpt_parity.oracle.complex_step import Vote, complex_step_votes
+from gpt_parity.oracle.hops import hopping_float64, steps_of
 from gpt_parity.oracle.lockstep import Outcome, Setting, common_state_float32, free_float64
 from gpt_parity.oracle.report import Verification
 from gpt_parity.oracle.rounding import FLOAT32, FLOAT64, Unit
@@ -45,14 +46,19 @@ class Subject:
 def verify(
     config: VerifyConfig, on_pass: Callable[[Verification], None] = lambda result: None
 ) -> Verification:
-    """Compare both twins on one batch in both dtypes, three ways, then in lockstep.
+    """Compare both twins on one batch in both dtypes, three ways, then in lockstep and over hops.
 
     `on_pass` is called with what is known before training; a difference there ends the run, since
     training on it would say nothing new. Raises ValueError for a text or checkpoint that does not
     do, MissingBackendError without PyTorch.
     """
     subject = _subject(config)
-    setting = _lockstep_setting(config, subject)
+    setting = _lockstep_setting(config.steps, subject)
+
+    def hop() -> list[Outcome]:
+        if config.hops == 0:
+            return []
+        return [hopping_float64(_lockstep_setting(steps_of(config.hops), subject), config.hops)]
 
     if config.steps == 0 or config.processes == 1:
         with thread_limit(1, "torch"):
@@ -61,7 +67,7 @@ def verify(
             if not result.ok:
                 return result
             runs = (free_float64, common_state_float32) if config.steps else ()
-            return replace(result, lockstep=[run(setting) for run in runs])
+            return replace(result, lockstep=[*(run(setting) for run in runs), *hop()])
     # A fresh process, since PyTorch's threads do not survive a fork; it starts before PyTorch is
     # imported here, so that the two imports go side by side.
     context = multiprocessing.get_context("spawn")
@@ -75,7 +81,8 @@ def verify(
                 result = _verification(config, subject)
                 on_pass(result)
                 if result.ok:
-                    result = replace(result, lockstep=[free_float64(setting), float32.result()])
+                    free, hopped = free_float64(setting), hop()
+                    result = replace(result, lockstep=[free, float32.result(), *hopped])
             return result
         finally:
             if not float32.done():
@@ -133,16 +140,16 @@ def _dataset(corpus: Corpus, context_size: int, tokenizer: CharTokenizer | None)
     return dataset
 
 
-def _lockstep_setting(config: VerifyConfig, subject: Subject) -> Setting:
+def _lockstep_setting(steps: int, subject: Subject) -> Setting:
     recipe, dataset = TrainConfig(), subject.dataset
     scheduler = WarmupCosineScheduler(
-        recipe.learning_rate, max(config.steps, 1), recipe.warmup, recipe.min_learning_rate
+        recipe.learning_rate, max(steps, 1), recipe.warmup, recipe.min_learning_rate
     )
     count = dataset.batch_count("train")
     return Setting(
         subject.config, recipe, subject.weights,
-        [dataset.batch("train", t % count) for t in range(config.steps)],
-        [scheduler(t) for t in range(config.steps)],
+        [dataset.batch("train", t % count) for t in range(steps)],
+        [scheduler(t) for t in range(steps)],
     )  # fmt: skip
 
 

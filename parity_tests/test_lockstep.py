@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,7 +12,9 @@ import pytest
 import numpy_impl
 import torch_impl
 from gpt_parity.backends import build_model
+from gpt_parity.checkpoint import Checkpoint
 from gpt_parity.config import GPTConfig, TrainConfig
+from gpt_parity.oracle.hops import hopping_float64, steps_of
 from gpt_parity.oracle.lockstep import (
     QUANTITIES,
     Outcome,
@@ -19,7 +23,7 @@ from gpt_parity.oracle.lockstep import (
     free_float64,
 )  # fmt: skip
 from gpt_parity.schedule import WarmupCosineScheduler
-from gpt_parity.weights import get_weights
+from gpt_parity.weights import get_weights, set_weights
 
 pytestmark = pytest.mark.reference("other backend")
 
@@ -141,3 +145,67 @@ def test_another_learning_rate_is_seen(dtype: str, monkeypatch: pytest.MonkeyPat
     nextafter = property(lr.fget, lambda self, rate: lr.fset(self, math.nextafter(rate, 1.0)))
     monkeypatch.setattr(torch_impl.AdamWOptimizer, "lr", nextafter)
     assert "learning rate" in failed(RUNS[dtype](setting(1)))["torch"]
+
+
+# --- changes of the backend -----------------------------------------------------------------------
+
+
+def test_five_changes_of_the_backend_stay_within_tolerance_of_the_unbroken_run() -> None:
+    outcome = hopping_float64(setting(steps_of(5)), 5)
+    assert outcome.steps == 60 and list(outcome.worst) == ["5 hops"]
+    assert tuple(outcome.worst["5 hops"]) == QUANTITIES
+    assert outcome.ok
+    assert outcome.worst["5 hops"]["weights"][0].ratio > 0.0
+
+
+def test_a_run_without_hops_is_the_unbroken_one() -> None:
+    outcome = hopping_float64(setting(10), 0)
+    assert {j.ratio for j, _ in outcome.worst["0 hops"].values()} == {0.0}
+
+
+def _moments_lost(checkpoint: Checkpoint, model: Any, optimizer: Any) -> None:
+    pass
+
+
+def _counts_start_anew(checkpoint: Checkpoint, model: Any, optimizer: Any) -> None:
+    state = {**checkpoint.optimizer, "steps": dict.fromkeys(checkpoint.optimizer["steps"], 0)}
+    _load(replace(checkpoint, optimizer=state), model, optimizer)
+
+
+def _one_moment_through_float32(checkpoint: Checkpoint, model: Any, optimizer: Any) -> None:
+    rounded = {
+        name: array.astype(np.float32).astype(np.float64)
+        for name, array in checkpoint.optimizer["exp_avg"].items()
+    }
+    _load(
+        replace(checkpoint, optimizer={**checkpoint.optimizer, "exp_avg": rounded}),
+        model,
+        optimizer,
+    )
+
+
+_load = Checkpoint.load_optimizer
+
+
+@pytest.mark.parametrize(
+    ("fault", "quantity"),
+    [
+        (_moments_lost, "exp_avg"), (_counts_start_anew, "weights"),
+        (_one_moment_through_float32, "exp_avg"),
+    ],
+)  # fmt: skip
+def test_what_a_hop_loses_is_seen(
+    fault: Any, quantity: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Checkpoint, "load_optimizer", fault)
+    outcome = hopping_float64(setting(20), 1)
+    assert quantity in failed(outcome)["1 hops"]
+    assert outcome.worst["1 hops"][quantity][1] >= 10  # not before the hop
+
+
+def test_weights_that_a_hop_rounds_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    def rounded(model: Any, arrays: dict[str, np.ndarray]) -> None:
+        set_weights(model, {n: a.astype(np.float32) for n, a in arrays.items()})
+
+    monkeypatch.setattr("gpt_parity.oracle.lockstep.set_weights", rounded)
+    assert "weights" in failed(hopping_float64(setting(20), 1))["1 hops"]

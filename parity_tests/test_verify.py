@@ -13,7 +13,7 @@ import torch
 
 from gpt_parity import cli
 from gpt_parity.backends import build_model
-from gpt_parity.checkpoint import save_checkpoint
+from gpt_parity.checkpoint import Checkpoint, save_checkpoint
 from gpt_parity.config import GPTConfig, VerifyConfig
 from gpt_parity.corpus import CharTokenizer
 from gpt_parity.oracle import slips
@@ -55,6 +55,19 @@ def test_everything_is_compared_and_agrees(text: Path, tmp_path: Path, capsys) -
     }  # fmt: skip
     assert max(t["ratio"] for t in tensors) > 0.0  # something was not bitwise equal
     assert content["provenance"]["torch"] == torch.__version__
+
+
+def test_changes_of_the_backend_are_part_of_the_verdict(
+    text: Path, tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert run(text, "--hops", "1", "--json", str(tmp_path / "v.json")) == 0
+    out = capsys.readouterr().out
+    assert "and in 20 float64 steps with 1 changes of the backend; worst" in out
+    rows = json.loads((tmp_path / "v.json").read_text())["lockstep"]
+    assert {(r["backend"], r["dtype"], r["steps"]) for r in rows} == {("1 hops", "float64", 20)}
+    monkeypatch.setattr(Checkpoint, "load_optimizer", lambda *_: None)
+    assert run(text, "--hops", "1") == 1
+    assert "FAIL: training leaves the tolerance in " in capsys.readouterr().out
 
 
 def test_the_table_fits_a_terminal(text: Path, capsys, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from gpt_parity.backends import build_model, load_backend
+from gpt_parity.checkpoint import Checkpoint
 from gpt_parity.config import GPTConfig, TrainConfig
 from gpt_parity.oracle.compare import Judgement, compare
 from gpt_parity.oracle.rounding import FLOAT32, FLOAT64, MonteCarloArithmetic, Unit
@@ -75,6 +76,15 @@ class Runner:
         self.trainer = GPTTrainer(self.model, package.GPTLoss(), self.optimizer, recipe.max_norm)
         self.names = [name for name, _ in self.model.named_parameters()]
         set_weights(self.model, {n: w.astype(dtype) for n, w in setting.weights.items()})
+
+    @classmethod
+    def from_checkpoint(cls, backend: str, checkpoint: Checkpoint, setting: Setting) -> Runner:
+        """A runner that goes on from a checkpoint; `setting` gives sizes and recipe alone."""
+        blank = {name: np.zeros_like(array) for name, array in setting.weights.items()}
+        runner = cls(backend, checkpoint.dtype, replace(setting, weights=blank))
+        set_weights(runner.model, checkpoint.weights)
+        checkpoint.load_optimizer(runner.model, runner.optimizer)
+        return runner
 
     def step(self, batch: Batch, rate: float) -> StepResult:
         """One training step."""

@@ -15,6 +15,7 @@ from gpt_parity.config import GPTConfig, VerifyConfig
 from gpt_parity.corpus import Corpus
 from gpt_parity.oracle.compare import FORWARD, GRADIENT, LOSS, PARAMETER, Judgement, Report
 from gpt_parity.oracle.complex_step import Vote
+from gpt_parity.oracle.hops import steps_of
 from gpt_parity.oracle.lockstep import QUANTITIES, Outcome
 from gpt_parity.oracle.slips import VISIBLE, Sighting
 from gpt_parity.provenance import provenance
@@ -73,10 +74,14 @@ class Verification:
             return "FAIL: the comparer missed a planted slip, so its judgement counts for nothing."
         if self.ok:
             tensors = len(self.reports["torch", "float64"].judgements)
-            training = (
-                f" and in {self.lockstep[0].steps} training steps in float64 and float32"
-                if self.lockstep else ""
-            )  # fmt: skip
+            training = ""
+            if self.config.steps:
+                training = f", in {self.config.steps} training steps in float64 and float32"
+            if self.config.hops:
+                training += (
+                    f", and in {steps_of(self.config.hops)} float64 steps with "
+                    f"{self.config.hops} changes of the backend"
+                )
             return (
                 f"PASS: numpy_impl and torch_impl agree in {tensors} tensors of one pass in "
                 f"float64 and float32{training}; worst {worst.ratio:.3f} of tolerance "
