@@ -17,8 +17,9 @@ from gpt_parity.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from gpt_parity.cli import main
 from gpt_parity.config import BACKENDS, TrainConfig
 from gpt_parity.run_folder import existing_folder
-from gpt_parity.training import GPTTrainer
+from gpt_parity.training import GPTTrainer, new_trainer, stream
 from gpt_parity.training_run import Run
+from gpt_parity.weights import set_weights
 
 pytestmark = pytest.mark.reference("exact property")
 
@@ -173,6 +174,25 @@ def test_the_history_says_who_took_which_steps(
     assert load_checkpoint(Path("run")).backend == "torch"
 
 
+def test_the_random_state_goes_on_where_it_was(capsys: pytest.CaptureFixture[str]) -> None:
+    """Whatever was drawn before: the sample continues the saved generator, not the seed."""
+    assert train("run") == 0
+    saved = load_checkpoint(Path("run"))
+    model, config = saved.build_model(), TrainConfig.from_recipe(saved.run.recipe)
+    trainer = new_trainer(config, saved.config)
+    saved.load_optimizer(trainer.model, trainer.optimizer)
+    set_weights(trainer.model, saved.weights)
+    saved.run.sample.random_sample(1000)  # past one refill of its 624 words
+    save_checkpoint(
+        Path("run/checkpoint.safetensors"), trainer.model, config=saved.config,
+        vocabulary=saved.vocabulary, step=6, optimizer=trainer.optimizer, run=saved.run,
+    )  # fmt: skip
+    expected = "".join(stream(model, saved.tokenizer, "\n", 20, seed=saved.run.sample))
+    before = Path("run/sample.txt").read_bytes().decode()
+    assert resume("run") == 0
+    assert Path("run/sample.txt").read_bytes().decode() == "\n" + expected != before
+
+
 # --- the last checkpoints -------------------------------------------------------------------------
 
 
@@ -270,8 +290,6 @@ def test_positions_that_contradict_each_other_are_refused(
     assert train("run") == 0
     saved = load_checkpoint(Path("run"))
     config = TrainConfig.from_recipe(saved.run.recipe)
-    from gpt_parity.training import new_trainer
-
     trainer = new_trainer(config, saved.config)
     save_checkpoint(
         Path("run/checkpoint.safetensors"), trainer.model, config=saved.config,
