@@ -320,11 +320,11 @@ class BenchConfig:
     sizes: Annotated[tuple[BenchSize, ...], Parameter(consume_multiple=True)] = (
         "source", "small", "medium",
     )  # fmt: skip
-    """Models: that of the text, and two larger ones."""
+    """Models of step, forward, generation, memory and profile: the text's, and two larger."""
     profile: bool = False
     """Also say where the NumPy step spends its time, operation by operation."""
     seconds: float = 20.0
-    """Time for each comparison; at least 7 rounds are run whatever they take."""
+    """Time for each comparison of steps, forward passes and generation (at least 7 rounds)."""
     data: Path | None = None
     """Text of the part "recipe"; by default as in training."""
     recipe_steps: int | None = None

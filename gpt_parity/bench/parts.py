@@ -76,7 +76,8 @@ def forward(config: BenchConfig) -> tuple[Any, Section]:
 
 def _passes(config: BenchConfig, which: str, heading: str) -> tuple[Any, Section]:
     section = Section(
-        f"{heading}, milliseconds", ["size", "threads", "of", "median", "middle half", "NumPy / it"]
+        f"{heading}, milliseconds",
+        ["size", "threads", "contender", "median", "middle half", "NumPy time / its"],
     )
     figures: dict[str, Any] = {}
     for size in config.sizes:
@@ -131,7 +132,9 @@ def _ms(seconds: float) -> str:
 
 def generation(config: BenchConfig) -> tuple[Any, Section]:
     """Generated tokens per second, batch of one, one thread."""
-    section = Section("Generation, tokens per second", ["size", "numpy", "torch", "NumPy / torch"])
+    section = Section(
+        "Generation, tokens per second", ["size", "numpy", "torch", "NumPy rate / torch"]
+    )
     figures = {}
     for size in config.sizes:
         found = run_worker(
@@ -245,7 +248,7 @@ def recipe(config: BenchConfig) -> tuple[Any, Section]:
     seconds, losses = figures["seconds"], figures["test_loss"]
     section = Section(
         f"The recipe of the source text, {figures['steps']:,} steps",
-        ["backend", "seconds", "test loss", "NumPy / it"],
+        ["backend", "seconds", "test loss", "NumPy time / its"],
         [[name, f"{seconds[name]:.1f}", f"{losses[name]:.4f}",
           f"{seconds['numpy'] / seconds[name]:.2f}"] for name in seconds],
         [f"On {figures['corpus']}, one thread, batches included, the backends in turns."],

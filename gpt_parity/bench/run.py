@@ -15,6 +15,7 @@ from gpt_parity.backends import load_backend
 from gpt_parity.bench.growth import plot_growth, require_matplotlib
 from gpt_parity.bench.parts import PARTS, Section
 from gpt_parity.config import BenchConfig, available_cores
+from gpt_parity.corpus import read_corpus
 from gpt_parity.files import write_atomically
 from gpt_parity.provenance import cpu_model, provenance
 from gpt_parity.record import record
@@ -30,6 +31,8 @@ def run(config: BenchConfig, console: Console) -> int:
     contenders do not compute the same losses.
     """
     load_backend("torch")
+    if "recipe" in config.parts:
+        read_corpus(config.data)  # an error now, not after the measurements before it
     if config.report is not None:
         if "growth" in config.parts:
             require_matplotlib()
