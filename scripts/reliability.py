@@ -1,0 +1,120 @@
+"""Every long loop that tries to lose a run, to fool a reader, or to make the suite fail."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Literal, get_args
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from cyclopts import App, Parameter
+from rich.progress import track
+
+from gpt_parity.backends import thread_limit
+from gpt_parity.cli import run_app
+from gpt_parity.config import VerifyConfig
+from gpt_parity.record import DOCS, record
+from gpt_parity.schedule import require_integer
+from gpt_parity.verify import verify
+from parity_tests.reliability.kills import killed_while_saving, killed_while_training
+from parity_tests.reliability.suite import HEADER, Circumstances, run_suite
+
+PAGE = DOCS / "reliability.md"
+Part = Literal["kills", "hops", "suite"]
+Lines = tuple[bool, str, list[str]]
+
+
+def main(
+    parts: Annotated[tuple[Part, ...], Parameter(consume_multiple=True)] = get_args(Part), *,
+    kills: int = 1000, resumes: int = 30, hops: int = 20, runs: int = 4, seed: int = 1,
+    write: bool = False,
+) -> int:  # fmt: skip
+    """Kill, change the backend, and repeat the suite; exit 1 if anything is lost.
+
+    Example: python scripts/reliability.py --write
+
+    Parameters
+    ----------
+    parts
+        What to do.
+    kills
+        Processes killed while they save.
+    resumes
+        Times that one training run is killed and resumed.
+    hops
+        Changes of the backend in one run.
+    runs
+        Runs of the suite.
+    seed
+        Seed of the first of all these.
+    write
+        Record the results in docs/reliability.md.
+    """
+    for name, value in (("kills", kills), ("resumes", resumes), ("hops", hops), ("runs", runs)):
+        require_integer(name, value, 1)
+    require_integer("seed", seed, 0)
+    bodies: dict[str, Callable[[], Lines]] = {
+        "kills": lambda: kill(kills, resumes, seed),
+        "hops": lambda: hop(hops),
+        "suite": lambda: repeat(runs, seed),
+    }
+    ok = True
+    for part in parts:
+        fine, heading, lines = bodies[part]()
+        ok &= fine
+        print("\n".join([heading, *lines, ""]), flush=True)
+        if write:
+            record(heading, lines, PAGE)
+    return 0 if ok else 1
+
+
+def kill(kills: int, resumes: int, seed: int) -> Lines:
+    """SIGKILL at random moments; the loops raise where anything is lost."""
+    saving = killed_while_saving(kills, seed)
+    with tempfile.TemporaryDirectory() as folder:
+        training = killed_while_training(resumes, seed, Path(folder))
+    return saving.lost == 0, "Kills", [
+        f"- {saving.kills} processes killed by SIGKILL while they saved {saving.saves:,} "
+        f"checkpoints, {saving.half_written} of them in the middle of a write: {saving.lost} "
+        "checkpoints lost or damaged.",
+        f"- One training run of {training['steps']:,} steps killed {training['kills']} times and "
+        "resumed each time: weights and sample are those of the unbroken run, to the bit.",
+    ]  # fmt: skip
+
+
+def hop(hops: int) -> Lines:
+    """`gpt-parity verify --hops`, without the steps in lockstep."""
+    with thread_limit(1, "numpy"):
+        result = verify(VerifyConfig(steps=0, hops=hops, processes=1))
+    (outcome,) = result.lockstep
+    (quantities,) = outcome.worst.values()
+    worst = max((j for j, _ in quantities.values()), key=lambda j: j.ratio)
+    return result.ok, "Changes of the backend", [
+        f"A float64 run of {outcome.steps} steps that changes its backend {hops} times, each time "
+        f"through a checkpoint file, against the unbroken run: worst {worst.ratio:.3f} of "
+        f"tolerance ({worst.kind} {worst.name}).",
+    ]  # fmt: skip
+
+
+def repeat(runs: int, seed: int) -> Lines:
+    """The suite again and again: does it ever fail?"""
+    ok, lines = True, list(HEADER)
+    for k in track(range(runs), description="runs of the suite"):
+        circumstances = Circumstances(seed + k)
+        passed, last, output = run_suite(circumstances)
+        lines.append(circumstances.row(last))
+        if not passed:
+            ok = False
+            print(output)
+    return ok, "The suite under other circumstances", lines
+
+
+if __name__ == "__main__":
+    app = App(help_format="plaintext", version_flags=[])
+    app.default(main)
+    sys.exit(run_app(app))
