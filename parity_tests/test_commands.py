@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 from threadpoolctl import threadpool_info
 
+from gpt_parity import cli
 from gpt_parity.backends import load_backend, thread_limit
 from gpt_parity.checkpoint import load_checkpoint
 from gpt_parity.cli import main
@@ -468,7 +469,8 @@ def test_missing_torch_says_how_to_install_it() -> None:
 def test_help_explains_every_flag(
     name: str, config: type, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("COLUMNS", "200")
+    # Not by COLUMNS, which counts only if it stood there when the console was made.
+    monkeypatch.setattr(cli.app, "console", cli.PipeConsole(width=200))
     assert main([name, "--help"]) == 0
     shown = capsys.readouterr().out
     assert f"Example: gpt-parity {name} " in shown
