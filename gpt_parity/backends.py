@@ -57,13 +57,16 @@ def build_model(
 ) -> Any:  # fmt: skip
     """Return a GPT with the weights of `seed`, the same numbers in both backends.
 
-    dtype: its name or NumPy dtype. Raises what `load_backend` and the model raise.
+    dtype: its name or NumPy dtype. Raises what `load_backend` and the model raise, and ValueError
+    for a model that does not fit into the machine.
     """
     import numpy as np
 
+    name = np.dtype(dtype).name
+    config.require_memory(name)
     return load_backend(backend).GPT(
         config.vocab_size, config.context_size, config.embedding_size, config.blocks,
-        seed=seed, dtype=np.dtype(dtype).name, mask_value=config.mask_value, allow_leak=allow_leak,
+        seed=seed, dtype=name, mask_value=config.mask_value, allow_leak=allow_leak,
     )  # fmt: skip
 
 

@@ -3,21 +3,37 @@
 from __future__ import annotations
 
 import math
-import os
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from cyclopts import Parameter
 
+from gpt_parity.machine import MOST_THREADS, available_cores, require_memory
 from gpt_parity.schedule import require_integer, require_real
 
 Backend = Literal["numpy", "torch"]
 Dtype = Literal["float32", "float64"]
 
+
+def whole_number(kind: Any, tokens: Sequence[Any]) -> int:
+    """The value of a flag, without the rounding of 2.5 that cyclopts does."""
+    (token,) = tokens
+    try:
+        return int(token.value)
+    except ValueError:
+        raise ValueError(f"{token.value!r} is no integer") from None
+
+
+Int = Annotated[int, Parameter(converter=whole_number)]
+
 # Operations of a step from which splitting it gains: threads wait for each other, and for the
 # interpreter, some tenths of a millisecond.
 WORTH_SEVERAL_CORES = 4 * 10**8
+
+# Of a parameter with its layer, beside its numbers.
+BYTES_PER_PARAMETER_OBJECT = 2000
 
 BACKENDS: tuple[Backend, ...] = ("numpy", "torch")
 DTYPES: tuple[Dtype, ...] = ("float32", "float64")
@@ -68,7 +84,26 @@ class GPTConfig:
 
     def parameter_count(self) -> int:
         """Return the number of weights."""
-        return sum(math.prod(shape) for shape in self.parameter_shapes().values())
+        vocab, width = self.vocab_size, self.embedding_size
+        ends = (2 * vocab + self.context_size) * width + vocab
+        return ends + self.blocks * (9 * width * width + 6 * width)
+
+    def require_memory(
+        self, dtype: str, *, training: bool = False, batch_size: int = 0, length: int = 0
+    ) -> None:
+        """Raise ValueError where a model of these sizes cannot fit into this machine.
+
+        training: with gradients and moments. batch_size, length: of a batch whose scores and
+        feed-forward values are kept for the backward pass.
+        """
+        rows = batch_size * length
+        values = self.parameter_count() * (4 if training else 1)
+        values += self.blocks * rows * (length + 8 * self.embedding_size)
+        objects = (4 + 6 * self.blocks) * BYTES_PER_PARAMETER_OBJECT
+        require_memory(
+            f"a model of {self.parameter_count():,} parameters in {self.blocks:,} blocks",
+            values * (8 if dtype == "float64" else 4) + objects,
+        )
 
     def operations(self, batch_size: int, length: int) -> int:
         """Additions and multiplications in the matrix products of one training step.
@@ -105,25 +140,25 @@ class TrainConfig:
     """Replace the run that the folder already holds."""
     resume: Path | None = None
     """Go on with the run of this folder (or checkpoint), which keeps what shapes it."""
-    seed: int = 42
+    seed: Int = 42
     """Seed of the initial weights and of the sample."""
     dtype: Dtype = "float32"
     """Precision of weights, gradients and moments."""
-    epochs: int = 2
+    epochs: Int = 2
     """Passes over the training part of the text."""
-    max_steps: int | None = None
+    max_steps: Int | None = None
     """End after this many steps, and the learning rate's schedule with them."""
-    batch_size: int = 4
+    batch_size: Int = 4
     """Windows per step."""
-    context_size: int = 32
+    context_size: Int = 32
     """Characters per window, the longest input of the model."""
-    embedding_size: int = 64
+    embedding_size: Int = 64
     """Width of the model."""
-    blocks: int = 2
+    blocks: Int = 2
     """Number of transformer blocks."""
     learning_rate: float = 1e-3
     """Learning rate at the end of the warm-up."""
-    warmup: int = 100
+    warmup: Int = 100
     """Steps over which the learning rate rises linearly."""
     min_learning_rate: float = 1e-4
     """Learning rate at the end, reached along half a cosine."""
@@ -135,17 +170,17 @@ class TrainConfig:
     """Decoupled weight decay of parameters with two or more axes."""
     max_norm: float = 1.0
     """Largest gradient norm, longer gradients are scaled down to it; inf never scales."""
-    eval_every: int | None = None
+    eval_every: Int | None = None
     """Steps between validation losses (of the test part), else one at the end."""
-    log_every: int = 100
+    log_every: Int = 100
     """Steps between two lines of metrics.jsonl; the loss in a line is the mean over its steps."""
-    sample_tokens: int = 300
+    sample_tokens: Int = 300
     """Characters of the sample that is generated at the end."""
-    threads: int | None = None
+    threads: Int | None = None
     """Cores to train on; by default one, or all where the model is large enough to gain."""
-    save_every: int = 1000
+    save_every: Int = 1000
     """Steps between checkpoints."""
-    keep: int = 2
+    keep: Int = 2
     """Checkpoints to keep, the last one among them."""
     anomaly: bool = False
     """Look at every value and gradient, and name the operation where one is not finite; slow."""
@@ -168,9 +203,11 @@ class TrainConfig:
                  "sample_tokens", "save_every", "keep")  # fmt: skip
         for name in sizes:
             require_integer(name, getattr(self, name), 1)
-        for name in ("max_steps", "eval_every", "threads"):
+        for name in ("max_steps", "eval_every"):
             if getattr(self, name) is not None:
                 require_integer(name, getattr(self, name), 1)
+        if self.threads is not None:
+            require_threads(self.threads)
         require_integer("warmup", self.warmup, 0)
         for name in ("learning_rate", "min_learning_rate"):
             if not 0 < require_real(name, getattr(self, name)) < math.inf:
@@ -242,15 +279,15 @@ class GenerateConfig:
     """Text to continue; the model sees its end. One with a dash first: --prompt=-TEXT."""
     backend: Backend = "numpy"
     """Which implementation computes the logits."""
-    tokens: int = 200
+    tokens: Int = 200
     """Characters to generate."""
     temperature: float = 1.0
     """Below 1 is bolder, above 1 is wilder; 0 always takes the likeliest character."""
-    top_k: int | None = None
+    top_k: Int | None = None
     """Choose among this many of the likeliest characters only."""
-    seed: int = 0
+    seed: Int = 0
     """Seed of the random numbers, one per character."""
-    threads: int = 1
+    threads: Int = 1
     """Threads of the matrix products."""
 
     def __post_init__(self) -> None:
@@ -264,7 +301,7 @@ class GenerateConfig:
             require_integer("top_k", self.top_k, 1)
         if require_integer("seed", self.seed, 0) >= 2**32:
             raise ValueError(f"seed is {self.seed}, less than 2**32 is needed")
-        require_integer("threads", self.threads, 1)
+        require_threads(self.threads)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -278,15 +315,15 @@ class VerifyConfig:
     """UTF-8 text; without it data/tinyshakespeare.txt, or else a text that comes with Python."""
     checkpoint: Path | None = None
     """Folder of a run, or a checkpoint file, whose weights are compared instead."""
-    steps: int = 200
+    steps: Int = 200
     """Training steps in lockstep; 0 compares one pass only."""
-    hops: int = 0
+    hops: Int = 0
     """Also train with so many changes of the backend, each by a checkpoint after 10 steps."""
-    seed: int = 42
+    seed: Int = 42
     """Seed of the initial weights; without effect on those of a checkpoint."""
     json: Path | None = None
     """Also write every figure to this file."""
-    processes: int = 2
+    processes: Int = 2
     """Processes for the training; 1 does all work in one."""
 
     def __post_init__(self) -> None:
@@ -327,7 +364,7 @@ class BenchConfig:
     """Time for each comparison of steps, forward passes and generation (at least 7 rounds)."""
     data: Path | None = None
     """Text of the part "recipe"; by default as in training."""
-    recipe_steps: int | None = None
+    recipe_steps: Int | None = None
     """End the part "recipe" after so many steps."""
     json: Path | None = None
     """Also write every figure to this file."""
@@ -388,25 +425,25 @@ class ExportConfig:
     """Your target ids, likewise; "targets" of the tokens' file by default."""
     preset: Literal["tiny", "source", "wide", "deep"] = "source"
     """Sizes for weights that are drawn: tiny, source (the text's), wide or deep."""
-    vocab_size: int | None = None
+    vocab_size: Int | None = None
     """V in place of the preset's."""
-    context_size: int | None = None
+    context_size: Int | None = None
     """C in place of the preset's."""
-    embedding_size: int | None = None
+    embedding_size: Int | None = None
     """E in place of the preset's."""
-    blocks: int | None = None
+    blocks: Int | None = None
     """Number of blocks in place of the preset's."""
-    batch_size: int | None = None
+    batch_size: Int | None = None
     """B in place of the preset's."""
-    length: int | None = None
+    length: Int | None = None
     """T in place of the preset's, at most C."""
     init: Literal["order-one", "training"] = "order-one"
     """Weights that are drawn: of order one (small ones hide mistakes), or as training starts."""
-    seed: int = 0
+    seed: Int = 0
     """Seed of weights and tokens that are drawn."""
     dtype: Dtype = "float64"
     """Precision of the arrays; float32 rounds your weights and judges float32 only."""
-    steps: int = 0
+    steps: Int = 0
     """Also this many AdamW steps on the batch."""
     learning_rate: float = 1e-3
     """Learning rate of these steps."""
@@ -472,11 +509,10 @@ class CheckConfig:
     """Print the report as JSON."""
 
 
-def available_cores() -> int:
-    """Cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+def require_threads(count: int) -> None:
+    """Raise ValueError unless that many threads can be asked for."""
+    if require_integer("threads", count, 1) > MOST_THREADS:
+        raise ValueError(f"threads is {count}, at most {MOST_THREADS} are needed")
 
 
 def require_choices(config: object) -> None:

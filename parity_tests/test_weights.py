@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -534,3 +535,41 @@ def test_a_file_is_on_the_disk_before_it_takes_the_name(
     recorded("replace")
     write_atomically(tmp_path / "file", b"x")
     assert calls[:2] == ["fsync", "replace"]
+
+
+@pytest.mark.parametrize("sizes", [(65, 32, 64, 2), (1, 1, 1, 1), (11, 6, 7, 3)])
+def test_the_count_is_that_of_the_shapes(sizes: tuple[int, int, int, int]) -> None:
+    config = GPTConfig(*sizes)
+    assert config.parameter_count() == sum(map(math.prod, config.parameter_shapes().values()))
+
+
+@pytest.mark.parametrize(
+    ("held", "options", "fits"),
+    [
+        # 84,929 numbers of 4 bytes and 16 objects of 2,000 are 371,716 bytes.
+        (371_716, {}, True), (371_715, {}, False),
+        # Gradients and moments: 4 times the numbers.
+        (1_390_864, {"training": True}, True), (1_390_863, {"training": True}, False),
+        # In each of 2 blocks, for 4 * 32 rows, 32 scores and 8 * 64 values more.
+        (371_716 + 4 * 2 * 128 * 544, {"batch_size": 4, "length": 32}, True),
+        (371_715 + 4 * 2 * 128 * 544, {"batch_size": 4, "length": 32}, False),
+    ],
+)  # fmt: skip
+def test_what_cannot_fit_into_memory_is_refused_before_it_is_built(
+    held: int, options: dict[str, Any], fits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gpt_parity.machine.physical_memory", lambda: held)
+    if fits:
+        GPTConfig(65).require_memory("float32", **options)
+    else:
+        with pytest.raises(ValueError, match="a model of 84,929 parameters in 2 blocks needs"):
+            GPTConfig(65).require_memory("float32", **options)
+        with pytest.raises(ValueError, match="a model of 84,929 parameters in 2 blocks needs"):
+            GPTConfig(65).require_memory("float64", **options)
+
+
+def test_a_machine_that_does_not_say_its_memory_refuses_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delattr("gpt_parity.machine.os.sysconf")
+    GPTConfig(65, blocks=10**9).require_memory("float32")

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from gpt_parity.bench.growth import AXES, growth_section
-from gpt_parity.config import BENCHMARKS, BenchConfig, available_cores
+from gpt_parity.config import BENCHMARKS, BenchConfig
+from gpt_parity.machine import available_cores
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 ONE_THREAD = ["numpy", "torch", "torch unchecked", "torch sdpa", "torch compiled", "floor"]

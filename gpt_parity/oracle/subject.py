@@ -57,10 +57,15 @@ def _provenance(config: ExportConfig) -> dict[str, Any]:
 
 
 def _drawn_weights(config: ExportConfig) -> tuple[GPTConfig, Arrays]:
-    preset = PRESETS[config.preset].model
+    preset = PRESETS[config.preset]
+    sizes = preset.model
     model = GPTConfig(
-        config.vocab_size or preset.vocab_size, config.context_size or preset.context_size,
-        config.embedding_size or preset.embedding_size, config.blocks or preset.blocks,
+        config.vocab_size or sizes.vocab_size, config.context_size or sizes.context_size,
+        config.embedding_size or sizes.embedding_size, config.blocks or sizes.blocks,
+    )  # fmt: skip
+    model.require_memory(
+        "float64", training=True, batch_size=config.batch_size or preset.batch_size,
+        length=config.length or preset.length,
     )  # fmt: skip
     if config.init == "training":
         return model, get_weights(build_model("numpy", model, config.seed, "float32"))
