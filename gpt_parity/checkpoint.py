@@ -169,6 +169,11 @@ def save_checkpoint(
         "provenance": dict(provenance or {}),
     }
     text = json.dumps(manifest, sort_keys=True)
+    if json.loads(text)["vocabulary"] != vocabulary:
+        raise ValueError(
+            "vocabulary holds two surrogates that JSON takes for one character; characters that "
+            "UTF-8 can hold are needed"
+        )
     contiguous = {name: np.asarray(array, order="C") for name, array in tensors.items()}
 
     def verify(written: Path) -> None:

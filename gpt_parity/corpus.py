@@ -1,4 +1,10 @@
-"""Where texts come from, and how they become batches of token ids."""
+"""Where texts come from, and how they become batches of token ids.
+
+A character is a Unicode code point, whichever: nothing is normalised, folded or translated. So a
+letter and its combining accent are two characters and the precomposed letter a third, CR, LF, NUL,
+U+2028 and a byte-order mark inside the text are characters like any other, and a line has no
+meaning and no greatest length. The file is UTF-8, and what is not UTF-8 is an error, never guessed.
+"""
 
 from __future__ import annotations
 
@@ -32,8 +38,9 @@ class CharTokenizer:
     """Characters to ids and back; the id is the place in the sorted vocabulary.
 
     vocabulary: distinct single characters in code point order, so that ids depend on the text
-    alone and never on hashing. Raises ValueError if it is empty, unsorted, has duplicates or
-    entries of another length than one; TypeError if it is no sequence of strings.
+    alone and never on hashing. Any code point will do, lone surrogates included. Raises ValueError
+    if it is empty, unsorted, has duplicates or entries of another length than one; TypeError if it
+    is no sequence of strings.
     """
 
     vocabulary: str
@@ -126,8 +133,10 @@ class Corpus:
 def read_corpus(path: Path | None = None) -> Corpus:
     """Return the text of the file `path`, or the default text.
 
-    The file is UTF-8 whatever the locale says. A byte-order mark at its start is dropped;
-    everything else is data and stays: CR and CRLF are not translated, NUL is a character.
+    The file is UTF-8 whatever the locale says. A byte-order mark at its start is dropped, one of
+    them; everything else is data and stays: CR and CRLF are not translated, NUL is a character.
+    Surrogates (U+D800 to U+DFFF) are not UTF-8, nor is a file of UTF-16 that begins with its mark;
+    one of ASCII characters without a mark is UTF-8, with a NUL after each of them.
 
     Without a path: data/tinyshakespeare.txt below the current directory, then below the
     checkout; then the documentation topics that come with Python, one after the other in the

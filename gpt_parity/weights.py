@@ -9,6 +9,7 @@ import numpy as np
 
 from gpt_parity.backends import backend_of
 from gpt_parity.tensors import as_array
+from numpy_impl.tape import count_write
 
 
 def named_parameters(model: Any) -> dict[str, Any]:
@@ -67,6 +68,7 @@ def set_weights(model: Any, arrays: Mapping[str, Any]) -> None:
     if backend_of(model) == "numpy":
         for name, array in copies.items():
             own[name].data[...] = array
+            own[name].written = count_write()
     else:
         import torch
 

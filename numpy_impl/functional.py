@@ -36,9 +36,10 @@ def gelu(x: Tensor) -> Tensor:
     y = np.empty_like(z)
     # The derivative is all that the backward pass needs, and cheapest while everything is at hand.
     dy = np.empty_like(z) if tape.records(x) else None
-    for start in range(0, z.size, BLOCK):
-        part = slice(start, start + BLOCK)
-        _gelu(z[part], y[part], None if dy is None else dy[part])
+    with np.errstate(invalid="ignore"):  # 0 * -inf is NaN, as in PyTorch
+        for start in range(0, z.size, BLOCK):
+            part = slice(start, start + BLOCK)
+            _gelu(z[part], y[part], None if dy is None else dy[part])
 
     def gradient_fn(grad: np.ndarray) -> tuple[np.ndarray]:
         return (grad * dy.reshape(x.shape),)
@@ -72,7 +73,7 @@ def softmax(x: Tensor) -> Tensor:
     p_i = exp(x_i - max x) / sum_j exp(x_j - max x);  dx = p (g - sum_j g_j p_j).
     A row that is all -inf or holds NaN or +inf gives NaN, as in PyTorch.
     """
-    with np.errstate(invalid="ignore"):
+    with np.errstate(over="ignore", invalid="ignore"):  # a difference of -inf has weight 0
         p = x.data - x.data.real.max(axis=-1, keepdims=True)
         np.exp(p, out=p)
     p /= p.sum(axis=-1, keepdims=True)
@@ -89,8 +90,9 @@ def softmax(x: Tensor) -> Tensor:
 def tril(x: Tensor, value: float) -> Tensor:
     """Keep x where j <= i on the last two axes (top-left aligned), else `value`.
 
-    Backward selects: the gradient is g where x was kept, else 0. A finite `value` below the
-    dtype's range becomes its minimum (float16: -65504). Raises ValueError for fewer than two axes.
+    Backward selects: the gradient is g where x was kept, else 0. A finite `value` outside the
+    dtype's range becomes its nearest end (float16: -65504). Raises ValueError for fewer than two
+    axes.
     """
     if x.ndim < 2:
         raise ValueError(f"tril: got shape {x.shape}, needed at least two axes")
@@ -109,6 +111,7 @@ def _select(op: str, x: Tensor, keep: np.ndarray, value: float) -> Tensor:
     value = float(value)  # a NumPy number would decide the dtype of the result
     if math.isfinite(value):
         value = max(value, float(np.finfo(x.dtype).min))
+        value = min(value, float(np.finfo(x.dtype).max))
 
     drop = ~keep
 
@@ -192,7 +195,7 @@ def cross_entropy(logits: Tensor, targets: Any) -> Tensor:
         )
     x = logits.data.reshape(-1, vocab_size)
     rows, columns = np.arange(len(x)), targets.reshape(-1)
-    with np.errstate(invalid="ignore"):
+    with np.errstate(over="ignore", invalid="ignore"):
         z = x - x.real.max(axis=-1, keepdims=True)
     picked = z[rows, columns]
     e = np.exp(z, out=z)

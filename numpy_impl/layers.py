@@ -15,10 +15,11 @@ from numpy_impl.tensor import Tensor
 class Parameter(Tensor):
     """A leaf that a layer owns. In a model, data and gradient are views into flat buffers."""
 
-    __slots__ = ("buffer", "grad_view")
+    __slots__ = ("buffer", "grad_view", "written")
 
     def __init__(self, data: Any) -> None:
         super().__init__(data)
+        self.written = 0
         ParameterBuffer([self])
 
     def stage(self, grad: np.ndarray) -> np.ndarray:
@@ -137,6 +138,7 @@ class Layer:
                 )
         for name, array in arrays.items():
             own[name].data[...] = array
+            own[name].written = tape.count_write()
 
     def train(self, mode: bool = True) -> Layer:
         """Set training mode on every layer."""

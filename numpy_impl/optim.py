@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from numpy_impl import tape
 from numpy_impl.layers import Parameter, ParameterBuffer
 
 # Elements that are updated at a time: five arrays of them stay in a processor's cache.
@@ -33,7 +34,9 @@ class AdamWOptimizer:
         self.parameters = list(parameters)
         if not self.parameters:
             raise ValueError("parameters: got none, needed at least one")
-        self.lr, self.betas, self.eps, self.weight_decay = lr, betas, eps, weight_decay
+        # A NumPy number would take float32 through the arithmetic of its own dtype.
+        self.betas = float(betas[0]), float(betas[1])
+        self.lr, self.eps, self.weight_decay = float(lr), float(eps), float(weight_decay)
         buffer = self.parameters[0].buffer
         same = [id(p) for p in buffer.parameters] == [id(p) for p in self.parameters]
         self.buffer = buffer if same else ParameterBuffer(self.parameters)
@@ -59,6 +62,7 @@ class AdamWOptimizer:
             norm = math.sqrt(np.dot(self.buffer.grad, self.buffer.grad))
         if error_if_nonfinite and not math.isfinite(norm):
             raise FloatingPointError(f"gradient norm: got {norm}, needed a finite number")
+        max_norm = float(max_norm)  # as in `__init__`
         scale = max_norm / (norm + 1e-6)
         if not scale >= 1.0:  # NaN too
             with np.errstate(invalid="ignore"):  # 0 * inf is NaN, as in PyTorch
@@ -68,6 +72,11 @@ class AdamWOptimizer:
     def step(self) -> None:
         """One update of every parameter that has a gradient."""
         self._gather()
+        written = tape.count_write()
+        for parameter in self.parameters:
+            if parameter.grad is not None:
+                parameter.written = written
+        self.lr = float(self.lr)  # as in `__init__`
         beta1, beta2 = self.betas
         for rows, t, decays in self._runs():
             w, g = self.buffer.data[rows], self.buffer.grad[rows]

@@ -83,6 +83,17 @@ def records(*parents: Tensor) -> bool:
     return False
 
 
+# How often parameters were changed in place; each result remembers the count of its time.
+writes = 0
+
+
+def count_write() -> int:
+    """A count above that of every result so far, for parameters that are changed in place."""
+    global writes
+    writes += 1
+    return writes
+
+
 def backward_pass(root: Tensor, cotangent: np.ndarray, retain_graph: bool) -> None:
     """Propagate `cotangent` from `root`, then add to the leaves, in a fixed order."""
     for node, grad in gradients_of(root, cotangent, retain_graph):
@@ -109,7 +120,8 @@ def gradients_of(
 
     `store` is called as soon as a gradient is complete, and says where it is from then on. The
     graph is freed, unless `retain_graph`, only after the whole pass has succeeded. Raises
-    RuntimeError where another pass freed it meanwhile.
+    RuntimeError where another pass freed it meanwhile, and where an optimizer or `load_state_dict`
+    has changed a parameter since the forward pass.
     """
     uses = count_uses(root)
     gradients = {root: cotangent}
@@ -161,6 +173,11 @@ def _propagate(node: Tensor, upstream: np.ndarray, gradients: dict[Tensor, np.nd
     assert node.gradient_fn is not None
     for i, grad in enumerate(node.gradient_fn(upstream)):
         parent = parents[i]
+        if parent.written > node.born:
+            raise RuntimeError(
+                f"backward: a parameter that {node.op} used was changed in place since (by the "
+                "optimizer or load_state_dict), needed the one of the forward pass"
+            )
         if grad is None or not parent.requires_grad:
             continue
         data = parent.data

@@ -27,13 +27,16 @@ class Tensor:
 
     The backward pass reads the arrays themselves, or what an operation kept beside them: whoever
     writes into `x.data` between forward and backward gets a gradient that belongs to neither,
-    without a word, as with `.data` in PyTorch.
+    without a word, as with `.data` in PyTorch. What optimizers and `load_state_dict` write is
+    noticed, and the backward pass raises.
     """
 
     __slots__ = (
-        "__weakref__", "attributes", "data", "grad", "gradient_fn", "op", "parents",
+        "__weakref__", "attributes", "born", "data", "grad", "gradient_fn", "op", "parents",
         "requires_grad", "retains_grad",
     )  # fmt: skip
+
+    written = 0  # when a parameter was last changed in place, by the count of `tape.writes`
 
     __array_ufunc__ = None  # so that NumPy leaves `array @ tensor` to __rmatmul__
 
@@ -69,7 +72,7 @@ class Tensor:
         out._set(np.asarray(data), requires_grad)
         out.op, out.attributes = op, attributes
         if requires_grad:
-            out.parents, out.gradient_fn = parents, gradient_fn
+            out.parents, out.gradient_fn, out.born = parents, gradient_fn, tape.writes
         observer = tape.current_observer()
         if observer is not None:
             replacement = observer.forward(op, out, parents)
@@ -126,7 +129,8 @@ class Tensor:
         The graph is freed unless `retain_graph`. Leaves change only after the whole pass has
         succeeded. Raises TypeError for complex data (the complex step needs no backward pass) and
         for a cotangent of another dtype, ValueError for a missing or misshapen one, RuntimeError
-        for a tensor without history and for a graph that was freed.
+        for a tensor without history, for a graph that was freed, and for one whose parameters an
+        optimizer or `load_state_dict` has changed since.
         """
         tape.backward_pass(self, self.cotangent(gradient), retain_graph)
 

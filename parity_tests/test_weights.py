@@ -487,6 +487,11 @@ def test_saving_refuses_what_loading_would(tmp_path: Path) -> None:
     good = (tmp_path / "c").read_bytes()
     with pytest.raises(ValueError, match="vocabulary has 2 characters, 7 are needed"):
         save_checkpoint(tmp_path / "c", trainer.model, config=CONFIG, vocabulary="ab")
+    two = build_model("numpy", GPTConfig(2, 5, 4, 1))
+    with pytest.raises(ValueError, match="vocabulary holds two surrogates"):
+        save_checkpoint(
+            tmp_path / "c", two, config=GPTConfig(2, 5, 4, 1), vocabulary="\udbff\udc00"
+        )
     with pytest.raises(ValueError, match=r"transformers\.1\.attention"):
         save_checkpoint(
             tmp_path / "c", trainer.model, config=GPTConfig(7, 5, 4, 2), vocabulary=VOCABULARY

@@ -29,7 +29,7 @@ def softmax(x: Tensor) -> Tensor:
 def tril(x: Tensor, value: float) -> Tensor:
     """Keep x where j <= i on the last two axes (top-left aligned), else `value`.
 
-    A finite `value` below the dtype's range becomes its minimum (float16: -65504). Raises
+    A finite `value` outside the dtype's range becomes its nearest end (float16: -65504). Raises
     ValueError for fewer than two axes.
     """
     if x.ndim < 2:
@@ -46,6 +46,7 @@ def _select(x: Tensor, keep: Tensor, value: float) -> Tensor:
     """x where `keep`, else `value`."""
     if math.isfinite(value):
         value = max(value, torch.finfo(x.dtype).min)
+        value = min(value, torch.finfo(x.dtype).max)
     return x.masked_fill(~keep, value)
 
 

@@ -24,6 +24,7 @@ class AdamWOptimizer:
         self, parameters: Iterable[nn.Parameter], lr: float = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 0.01,
     ) -> None:  # fmt: skip
+        betas = float(betas[0]), float(betas[1])  # PyTorch refuses numbers of NumPy here
         self.parameters = list(parameters)
         if not self.parameters:
             raise ValueError("parameters: got none, needed at least one")
@@ -68,6 +69,10 @@ class AdamWOptimizer:
     def step(self) -> None:
         """One update of every parameter that has a gradient."""
         self.optimizer.step()
+        # A fused step leaves the version counters alone, and autograd would not notice that a
+        # graph built before it holds other weights now.
+        changed = [p for p in self.parameters if p.grad is not None]
+        torch.autograd.graph.increment_version(changed)
 
     def state(self) -> dict[str, list[Any]]:
         """Copies of both moments, and the step counts, in the order of the parameters."""
