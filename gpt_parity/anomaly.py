@@ -64,8 +64,9 @@ def _count(array: np.ndarray) -> str:
 def watch(model: Any) -> Iterator[None]:
     """Raise AnomalyError in the block at the first operation whose result is not finite.
 
-    Every value and every gradient of a model of either backend is looked at, which takes time; a
-    NumPy model does not split its batch meanwhile. -inf may be the fill of a mask.
+    Every value and every gradient of a model of either backend is looked at, which takes time, and
+    a NumPy model computes the parts of its batch one after the other. -inf may be the fill of a
+    mask.
     """
     watcher = _watch_numpy if backend_of(model) == "numpy" else _watch_torch
     with watcher(model):

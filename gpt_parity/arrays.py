@@ -9,7 +9,6 @@ content gives the same bytes. Nothing is ever unpickled.
 from __future__ import annotations
 
 import io
-import lzma
 import math
 import os
 import re
@@ -27,6 +26,7 @@ from safetensors import SafetensorError, deserialize, safe_open
 from safetensors.numpy import save
 
 from gpt_parity.files import write_atomically
+from gpt_parity.manifest import LONGEST_INTEGER, LONGEST_NAME, one_line, shown, strict_json
 
 MANIFEST = "manifest.json"
 SAFETENSORS, NPZ = ".safetensors", ".npz"
@@ -101,7 +101,9 @@ def read_arrays(path: Path, *, bfloat16: bool = False) -> tuple[Arrays, str | No
     """Return the arrays of any of the three forms, or of one npy file (named ""), and the manifest.
 
     bfloat16: read the bfloat16 tensors of safetensors, as float32. Raises ValueError of one line
-    that names the file and the reason for whatever is not whole.
+    that names the file and the reason for whatever is not whole, for names that are no plain
+    paths (`..`, control characters) or stand twice, and for symbolic links in a folder. Takes
+    memory in proportion to the file, which is up to 1032 times its size where it is deflated.
     """
     path = Path(path)
     suffix = path.suffix.lower()
@@ -115,12 +117,12 @@ def read_arrays(path: Path, *, bfloat16: bool = False) -> tuple[Arrays, str | No
             if suffix == ".npy":
                 return {"": _read_npy(file, path.stat().st_size)}, None
             if suffix == NPZ:
-                return _read_npz(file)
+                return _read_npz(file, path.stat().st_size)
     except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or error
+        reason = getattr(error, "strerror", None) or one_line(error)
         raise ValueError(f"{path}: cannot be read, {reason}") from error
     except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
+        raise ValueError(f"{path}: {one_line(error)}") from error
     raise ValueError(f"{path}: has another ending, needed .safetensors, .npz, .npy or a folder")
 
 
@@ -130,6 +132,16 @@ def _require_regular(path: Path) -> None:
         raise ValueError("is no regular file")
 
 
+def _check_name(name: str) -> None:
+    """Raise ValueError unless a name could be a path below some folder, of printable parts."""
+    parts = name.split("/")
+    plain = not {"", ".", ".."} & set(parts) and "\\" not in name
+    if not plain or not name.isprintable() or len(name) > LONGEST_NAME:
+        raise ValueError(
+            f"{shown(name)} is no name, printable parts with slashes between them are needed"
+        )
+
+
 def read_safetensors(path: Path) -> tuple[Arrays, str | None]:
     """`read_arrays` for safetensors alone, whatever the ending."""
     try:
@@ -137,7 +149,7 @@ def read_safetensors(path: Path) -> tuple[Arrays, str | None]:
     except OSError as error:
         raise ValueError(f"{path}: cannot be read, {error.strerror or error}") from error
     except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
+        raise ValueError(f"{path}: {one_line(error)}") from error
 
 
 def _read_safetensors(path: Path, bfloat16: bool) -> tuple[Arrays, str | None]:
@@ -145,6 +157,7 @@ def _read_safetensors(path: Path, bfloat16: bool) -> tuple[Arrays, str | None]:
         pass
     _require_regular(path)
     try:
+        _check_header(path)
         with safe_open(path, framework="numpy") as file:
             manifest = (file.metadata() or {}).get("manifest")
             names = file.keys()
@@ -159,8 +172,25 @@ def _read_safetensors(path: Path, bfloat16: bool) -> tuple[Arrays, str | None]:
             raise ValueError(f"{name} is bfloat16, which --dtype bfloat16 alone can judge")
         return {name: _from_raw(raw) for name, raw in deserialize(path.read_bytes())}, manifest
     except (SafetensorError, TypeError, KeyError) as error:  # a dtype that NumPy has not
-        reason = " ".join(str(error).split())
-        raise ValueError(f"is not a whole safetensors file ({reason})") from error
+        raise ValueError(f"is not a whole safetensors file ({one_line(error)})") from error
+
+
+def _check_header(path: Path) -> None:
+    """Refuse names that are none or stand twice, of which safetensors takes the last."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        held = max(0, path.stat().st_size - 8)
+        if length > held:
+            raise ValueError(
+                f"is not a whole safetensors file (header of {length} bytes, {held} are there)"
+            )
+        text = file.read(length)
+    try:
+        header = strict_json(text.decode())
+    except ValueError as error:
+        raise ValueError(f"is not a whole safetensors file ({error})") from error
+    for name in header if isinstance(header, dict) else ():
+        _check_name(name)
 
 
 RAW_DTYPES = {
@@ -176,41 +206,92 @@ def _from_raw(raw: dict[str, Any]) -> np.ndarray:
     return array.copy()
 
 
-def _read_npz(file: BinaryIO) -> tuple[Arrays, str | None]:
+# Deflate makes at most 258 bytes out of 2 bits.
+DEFLATED_AT_MOST = 1032
+METHODS = {zipfile.ZIP_STORED: 1, zipfile.ZIP_DEFLATED: DEFLATED_AT_MOST}
+
+
+def _read_npz(file: BinaryIO, size: int) -> tuple[Arrays, str | None]:
     try:
         with zipfile.ZipFile(file) as archive:
+            members = [info for info in archive.infolist() if not info.filename.endswith("/")]
+            _check_members(members, size)
             arrays, manifest = {}, None
-            for info in archive.infolist():
+            for info in members:
                 with archive.open(info) as member:
                     if info.filename == MANIFEST:
                         manifest = member.read().decode()
-                    elif info.filename.endswith(".npy"):
+                    else:
                         name = info.filename.removesuffix(".npy")
-                        if name in arrays:
-                            raise ValueError(f"{name} stands twice, each name is needed once")
                         arrays[name] = _named_npy(name, member, info.file_size)
             return arrays, manifest
-    except (
-        zipfile.BadZipFile, zlib.error, lzma.LZMAError, EOFError, NotImplementedError, RuntimeError,
-    ) as error:  # fmt: skip
-        raise ValueError(f"is not a whole npz file ({error})") from error
+    except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError) as error:
+        raise ValueError(f"is not a whole npz file ({one_line(error)})") from error
+
+
+def _check_members(members: list[zipfile.ZipInfo], size: int) -> None:
+    """Refuse members that are none of an npz, or claim to hold more than a zip of `size` can.
+
+    Members may lie over one another, so that their sum is what counts.
+    """
+    names = set()
+    for info in members:
+        name = info.filename
+        _check_name(name)
+        if name != MANIFEST and not name.endswith(".npy"):
+            raise ValueError(f"{name} is no npy file, those and {MANIFEST} alone are needed")
+        _check_name(name.removesuffix(".npy"))
+        if name in names:
+            raise ValueError(f"{name} stands twice, each name is needed once")
+        names.add(name)
+        if stat.S_ISLNK(info.external_attr >> 16):
+            raise ValueError(f"{name} is a symbolic link, a file is needed")
+        if info.flag_bits & 0x1:
+            raise ValueError(f"{name} is encrypted, a plain file is needed")
+        if info.compress_type not in METHODS:
+            kind = zipfile.compressor_names.get(info.compress_type, info.compress_type)
+            raise ValueError(f"{name} is compressed by {kind}, deflate or nothing is needed")
+        # JSON becomes objects larger than its text, so that a manifest may not be deflated on top.
+        factor = 1 if name == MANIFEST else METHODS[info.compress_type]
+        room = size if name == MANIFEST else info.compress_size
+        if info.file_size > factor * room:
+            raise ValueError(
+                f"is not a whole npz file ({name} has {info.file_size} bytes, "
+                f"{factor * room} are possible)"
+            )
+    held = sum(info.compress_size for info in members)
+    if held > size:
+        raise ValueError(f"is not a whole npz file (members of {held} bytes in {size})")
 
 
 def _read_folder(path: Path) -> tuple[Arrays, str | None]:
+    def refuse(error: OSError) -> None:
+        raise error
+
     arrays = {}
-    for folder, folders, names in os.walk(path):
+    for folder, folders, names in os.walk(path, onerror=refuse):
         for name in folders:
             if (Path(folder) / name).is_symlink():
-                raise ValueError(f"{name} is a symbolic link, a folder is needed")
+                raise ValueError(f"{shown(name)} is a symbolic link, a folder is needed")
         for file in (Path(folder) / name for name in names if name.endswith(".npy")):
-            key = file.relative_to(path).with_suffix("").as_posix()
-            _require_regular(file)
+            key = file.relative_to(path).as_posix().removesuffix(".npy")
+            _check_name(key)
+            _require_own(file)
             with file.open("rb") as stream:
                 arrays[key] = _named_npy(key, stream, file.stat().st_size)
     manifest = path / MANIFEST
-    return dict(sorted(arrays.items())), (
-        manifest.read_text(encoding="utf-8") if manifest.is_file() else None
-    )
+    if not manifest.is_symlink() and not manifest.exists():
+        return dict(sorted(arrays.items())), None
+    _require_own(manifest)
+    return dict(sorted(arrays.items())), manifest.read_text(encoding="utf-8")
+
+
+def _require_own(file: Path) -> None:
+    """A symbolic link could show what is no part of the folder."""
+    if file.is_symlink():
+        raise ValueError(f"{file.name} is a symbolic link, a file is needed")
+    if not stat.S_ISREG(file.stat().st_mode):
+        raise ValueError(f"{file.name} is no regular file")
 
 
 def _named_npy(name: str, stream: Any, size: int) -> np.ndarray:
@@ -222,10 +303,13 @@ def _named_npy(name: str, stream: Any, size: int) -> np.ndarray:
 
 # The header of an npy file is a Python dictionary; it is read here without evaluating anything.
 NPY_HEADER = {
-    "descr": re.compile(r"""['"]descr['"] *: *['"]([<>|=]?[fiub][0-9]+)['"]"""),
+    "descr": re.compile(r"""['"]descr['"] *: *['"]([<>|=]?[fiub][0-9]{1,2})['"]"""),
     "fortran_order": re.compile(r"""['"]fortran_order['"] *: *(True|False)"""),
     "shape": re.compile(r"""['"]shape['"] *: *\(([0-9L, ]*)\)"""),
 }
+# As in NumPy. Arrays of numbers need a hundred bytes.
+LONGEST_NPY_HEADER = 10_000
+MOST_AXES = 32
 
 
 def _read_npy(stream: Any, size: int) -> np.ndarray:
@@ -237,21 +321,26 @@ def _read_npy(stream: Any, size: int) -> np.ndarray:
     width = {b"\x93NUMPY\x01": 2, b"\x93NUMPY\x02": 4}.get(content[:7])
     if width is None:
         raise ValueError("is not a whole npy array (no npy file of version 1 or 2)")
-    start = 8 + width + int.from_bytes(content[8 : 8 + width], "little")
+    length = int.from_bytes(content[8 : 8 + width], "little")
+    if length > LONGEST_NPY_HEADER:
+        raise ValueError(f"is not a whole npy array (header of {length} bytes)")
+    start = 8 + width + length
     header = content[8 + width : start].decode("latin-1")
     found = {key: pattern.search(header) for key, pattern in NPY_HEADER.items()}
     absent = [key for key, match in found.items() if match is None]
     if absent:
         raise ValueError(f"is not a whole npy array (no {absent[0]} of numbers in its header)")
     descr, fortran_order, text = (match[1] for match in found.values() if match)
+    extents = [n.rstrip("L") for n in text.replace(" ", "").split(",") if n]
+    if len(extents) > MOST_AXES or any(not 0 < len(n) <= LONGEST_INTEGER for n in extents):
+        raise ValueError(f"is not a whole npy array (shape ({shown(text)[1:-1]}))")
     try:
-        dtype = np.dtype(descr)
-        shape = tuple(int(n.rstrip("L")) for n in text.replace(" ", "").split(",") if n)
+        dtype, shape = np.dtype(descr), tuple(map(int, extents))
     except (TypeError, ValueError) as error:
         raise ValueError(f"is not a whole npy array ({error})") from error
-    if len(shape) > 32 or len(content) - start != math.prod(shape) * dtype.itemsize:
+    if len(content) - start != math.prod(shape) * dtype.itemsize:
         held = max(0, len(content) - start)
-        raise ValueError(f"is not a whole npy array ({held} bytes for {shape[:32]} of {dtype})")
+        raise ValueError(f"is not a whole npy array ({held} bytes for {shape} of {dtype})")
     order = "F" if fortran_order == "True" else "C"
     array = np.frombuffer(content, dtype, offset=start).reshape(shape, order=order)
     return array.astype(dtype.newbyteorder("="), copy=False)

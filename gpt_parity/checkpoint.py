@@ -22,7 +22,7 @@ from gpt_parity.backends import backend_of, build_model
 from gpt_parity.config import BACKENDS, DTYPES, GPTConfig, TrainConfig
 from gpt_parity.corpus import CharTokenizer
 from gpt_parity.files import write_atomically
-from gpt_parity.manifest import parse_manifest
+from gpt_parity.manifest import one_line, parse_manifest
 from gpt_parity.schedule import require_integer
 from gpt_parity.weights import check_arrays, first_of, get_weights, named_parameters, set_weights
 
@@ -30,7 +30,10 @@ CHECKPOINT_NAME = "checkpoint.safetensors"
 FORMAT = "gpt-parity checkpoint"
 FORMAT_VERSION = 2  # 1 had no training run
 MOMENTS = ("exp_avg", "exp_avg_sq")
-KINDS = {"config": dict, "vocabulary": str, "backend": str, "dtype": str, "provenance": dict}
+KINDS = {
+    "config": dict, "vocabulary": str, "backend": str, "dtype": str, "step": int,
+    "provenance": dict,
+}  # fmt: skip
 WEIGHTS, STEPS, RANDOM = "model/", "state/steps/", "state/random/"
 GENERATOR_SHAPE = (625,)  # the 624 words of a Mersenne Twister, and the place in them
 
@@ -118,6 +121,9 @@ class Checkpoint:
         if self.optimizer is None:
             raise ValueError("checkpoint holds no optimizer state, one saved with it is needed")
         names = _optimizer_names(model, optimizer)
+        shapes = {n: tuple(p.shape) for n, p in named_parameters(model).items()}
+        for moment in MOMENTS:
+            check_arrays(moment, self.optimizer[moment], shapes)
         optimizer.load_state({k: [v[name] for name in names] for k, v in self.optimizer.items()})
 
 
@@ -214,7 +220,7 @@ def load_checkpoint(
                 f"{len(vocabulary)} are needed; in one of them only: {differing[:10]})"
             )
     except (TypeError, ValueError) as error:
-        raise ValueError(f"{path}: {error}") from error
+        raise ValueError(f"{path}: {one_line(error)}") from error
     return checkpoint
 
 
@@ -223,6 +229,9 @@ def _from_arrays(manifest: dict[str, Any], arrays: dict[str, np.ndarray]) -> Che
     config, dtype, backend = (
         GPTConfig(**manifest["config"]), manifest["dtype"], manifest["backend"],
     )  # fmt: skip
+    # Before any work that grows with what the manifest claims.
+    if config.blocks > len(arrays):
+        raise ValueError(f"config has {config.blocks} blocks, more than there are arrays")
     _check_vocabulary(manifest["vocabulary"], config)
     if backend not in BACKENDS or dtype not in DTYPES:
         raise ValueError(
@@ -235,9 +244,6 @@ def _from_arrays(manifest: dict[str, Any], arrays: dict[str, np.ndarray]) -> Che
     weights, *moments, steps, random = (
         {n.removeprefix(kind): a for n, a in arrays.items() if n.startswith(kind)} for kind in kinds
     )
-    # Before any work that grows with what the manifest claims.
-    if config.blocks > len(weights):
-        raise ValueError(f"model: {len(weights)} arrays cannot be {config.blocks} blocks")
     shapes = config.parameter_shapes()
     weights = check_arrays("model", weights, shapes, dtype)
     optimizer: dict[str, dict[str, Any]] | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 import threading
@@ -10,9 +11,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
-from cyclopts import App, CycloptsError, Parameter
+import cyclopts
+from cyclopts import App, CoercionError, CycloptsError, Parameter, Token
 from rich.console import Console
 
 from gpt_parity.backends import MissingBackendError, thread_limit
@@ -42,13 +44,23 @@ class PipeConsole(Console):
         raise BrokenPipeError
 
 
+def convert(kind: Any, tokens: Sequence[Token]) -> Any:
+    """What cyclopts makes of a value, but 2.5 is no integer and an empty text is no path."""
+    kinds, value = {kind, *get_args(kind)}, tokens[0].value
+    if int in kinds and not re.fullmatch(r"[+-]?[0-9]{1,20}", value):
+        raise CoercionError(token=tokens[0], target_type=int)
+    if Path in kinds and (not value or "\0" in value):
+        raise ValueError(f"{value!r}, a path is needed")
+    return cyclopts.convert(kind, tokens)
+
+
 app = App(
     name="gpt-parity",
     console=PipeConsole(),
     help="Two GPTs that must agree, one in NumPy and one in PyTorch.",
     help_format="plaintext",
     version=lambda: f"gpt-parity {package_version()}",
-    default_parameter=Parameter(negative=()),
+    default_parameter=Parameter(negative=(), converter=convert),
 )
 
 
@@ -119,7 +131,7 @@ def bench(*, config: Annotated[BenchConfig | None, Parameter(name="*")] = None) 
 oracle = App(
     name="oracle",
     help="Judge any GPT backward pass, tensor by tensor, against a reference.",
-    default_parameter=Parameter(negative=()),
+    default_parameter=Parameter(negative=(), converter=convert),
 )
 app.command(oracle)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, get_args
@@ -17,23 +16,17 @@ Backend = Literal["numpy", "torch"]
 Dtype = Literal["float32", "float64"]
 
 
-def whole_number(kind: Any, tokens: Sequence[Any]) -> int:
-    """The value of a flag, without the rounding of 2.5 that cyclopts does."""
-    (token,) = tokens
-    try:
-        return int(token.value)
-    except ValueError:
-        raise ValueError(f"{token.value!r} is no integer") from None
-
-
-Int = Annotated[int, Parameter(converter=whole_number)]
-
 # Operations of a step from which splitting it gains: threads wait for each other, and for the
 # interpreter, some tenths of a millisecond.
 WORTH_SEVERAL_CORES = 4 * 10**8
 
 # Of a parameter with its layer, beside its numbers.
 BYTES_PER_PARAMETER_OBJECT = 2000
+
+# A tape and a module list of Python objects are made for each.
+MOST_BLOCKS = 10_000
+# Steps of which every batch, or every state, is kept.
+MOST_LOCKSTEPS, MOST_BUNDLE_STEPS = 100_000, 1_000
 
 BACKENDS: tuple[Backend, ...] = ("numpy", "torch")
 DTYPES: tuple[Dtype, ...] = ("float32", "float64")
@@ -61,6 +54,8 @@ class GPTConfig:
     def __post_init__(self) -> None:
         for name in ("vocab_size", "context_size", "embedding_size", "blocks"):
             object.__setattr__(self, name, require_integer(name, getattr(self, name), 1))
+        if self.blocks > MOST_BLOCKS:
+            raise ValueError(f"blocks is {self.blocks}, at most {MOST_BLOCKS} are needed")
         object.__setattr__(self, "mask_value", require_real("mask_value", self.mask_value))
         if math.isnan(self.mask_value):
             raise ValueError("mask_value is nan, a number is needed")
@@ -140,25 +135,25 @@ class TrainConfig:
     """Replace the run that the folder already holds."""
     resume: Path | None = None
     """Go on with the run of this folder (or checkpoint), which keeps what shapes it."""
-    seed: Int = 42
+    seed: int = 42
     """Seed of the initial weights and of the sample."""
     dtype: Dtype = "float32"
     """Precision of weights, gradients and moments."""
-    epochs: Int = 2
+    epochs: int = 2
     """Passes over the training part of the text."""
-    max_steps: Int | None = None
+    max_steps: int | None = None
     """End after this many steps, and the learning rate's schedule with them."""
-    batch_size: Int = 4
+    batch_size: int = 4
     """Windows per step."""
-    context_size: Int = 32
+    context_size: int = 32
     """Characters per window, the longest input of the model."""
-    embedding_size: Int = 64
+    embedding_size: int = 64
     """Width of the model."""
-    blocks: Int = 2
+    blocks: int = 2
     """Number of transformer blocks."""
     learning_rate: float = 1e-3
     """Learning rate at the end of the warm-up."""
-    warmup: Int = 100
+    warmup: int = 100
     """Steps over which the learning rate rises linearly."""
     min_learning_rate: float = 1e-4
     """Learning rate at the end, reached along half a cosine."""
@@ -170,17 +165,17 @@ class TrainConfig:
     """Decoupled weight decay of parameters with two or more axes."""
     max_norm: float = 1.0
     """Largest gradient norm, longer gradients are scaled down to it; inf never scales."""
-    eval_every: Int | None = None
+    eval_every: int | None = None
     """Steps between validation losses (of the test part), else one at the end."""
-    log_every: Int = 100
+    log_every: int = 100
     """Steps between two lines of metrics.jsonl; the loss in a line is the mean over its steps."""
-    sample_tokens: Int = 300
+    sample_tokens: int = 300
     """Characters of the sample that is generated at the end."""
-    threads: Int | None = None
+    threads: int | None = None
     """Cores to train on; by default one, or all where the model is large enough to gain."""
-    save_every: Int = 1000
+    save_every: int = 1000
     """Steps between checkpoints."""
-    keep: Int = 2
+    keep: int = 2
     """Checkpoints to keep, the last one among them."""
     anomaly: bool = False
     """Look at every value and gradient, and name the operation where one is not finite; slow."""
@@ -208,6 +203,7 @@ class TrainConfig:
                 require_integer(name, getattr(self, name), 1)
         if self.threads is not None:
             require_threads(self.threads)
+        self.model(1)  # the sizes are in range
         require_integer("warmup", self.warmup, 0)
         for name in ("learning_rate", "min_learning_rate"):
             if not 0 < require_real(name, getattr(self, name)) < math.inf:
@@ -279,15 +275,15 @@ class GenerateConfig:
     """Text to continue; the model sees its end. One with a dash first: --prompt=-TEXT."""
     backend: Backend = "numpy"
     """Which implementation computes the logits."""
-    tokens: Int = 200
+    tokens: int = 200
     """Characters to generate."""
     temperature: float = 1.0
     """Below 1 is bolder, above 1 is wilder; 0 always takes the likeliest character."""
-    top_k: Int | None = None
+    top_k: int | None = None
     """Choose among this many of the likeliest characters only."""
-    seed: Int = 0
+    seed: int = 0
     """Seed of the random numbers, one per character."""
-    threads: Int = 1
+    threads: int = 1
     """Threads of the matrix products."""
 
     def __post_init__(self) -> None:
@@ -315,20 +311,23 @@ class VerifyConfig:
     """UTF-8 text; without it data/tinyshakespeare.txt, or else a text that comes with Python."""
     checkpoint: Path | None = None
     """Folder of a run, or a checkpoint file, whose weights are compared instead."""
-    steps: Int = 200
+    steps: int = 200
     """Training steps in lockstep; 0 compares one pass only."""
-    hops: Int = 0
+    hops: int = 0
     """Also train with so many changes of the backend, each by a checkpoint after 10 steps."""
-    seed: Int = 42
+    seed: int = 42
     """Seed of the initial weights; without effect on those of a checkpoint."""
     json: Path | None = None
     """Also write every figure to this file."""
-    processes: Int = 2
+    processes: int = 2
     """Processes for the training; 1 does all work in one."""
 
     def __post_init__(self) -> None:
-        require_integer("steps", self.steps, 0)
-        require_integer("hops", self.hops, 0)
+        for name in ("steps", "hops"):
+            if require_integer(name, getattr(self, name), 0) > MOST_LOCKSTEPS:
+                raise ValueError(
+                    f"{name} is {getattr(self, name)}, at most {MOST_LOCKSTEPS} are needed"
+                )
         require_integer("processes", self.processes, 1)
         if self.json is not None and (self.json.is_dir() or not self.json.parent.is_dir()):
             raise ValueError(f"json is {self.json}, a file in a folder that exists is needed")
@@ -364,7 +363,7 @@ class BenchConfig:
     """Time for each comparison of steps, forward passes and generation (at least 7 rounds)."""
     data: Path | None = None
     """Text of the part "recipe"; by default as in training."""
-    recipe_steps: Int | None = None
+    recipe_steps: int | None = None
     """End the part "recipe" after so many steps."""
     json: Path | None = None
     """Also write every figure to this file."""
@@ -425,25 +424,25 @@ class ExportConfig:
     """Your target ids, likewise; "targets" of the tokens' file by default."""
     preset: Literal["tiny", "source", "wide", "deep"] = "source"
     """Sizes for weights that are drawn: tiny, source (the text's), wide or deep."""
-    vocab_size: Int | None = None
+    vocab_size: int | None = None
     """V in place of the preset's."""
-    context_size: Int | None = None
+    context_size: int | None = None
     """C in place of the preset's."""
-    embedding_size: Int | None = None
+    embedding_size: int | None = None
     """E in place of the preset's."""
-    blocks: Int | None = None
+    blocks: int | None = None
     """Number of blocks in place of the preset's."""
-    batch_size: Int | None = None
+    batch_size: int | None = None
     """B in place of the preset's."""
-    length: Int | None = None
+    length: int | None = None
     """T in place of the preset's, at most C."""
     init: Literal["order-one", "training"] = "order-one"
     """Weights that are drawn: of order one (small ones hide mistakes), or as training starts."""
-    seed: Int = 0
+    seed: int = 0
     """Seed of weights and tokens that are drawn."""
     dtype: Dtype = "float64"
     """Precision of the arrays; float32 rounds your weights and judges float32 only."""
-    steps: Int = 0
+    steps: int = 0
     """Also this many AdamW steps on the batch."""
     learning_rate: float = 1e-3
     """Learning rate of these steps."""
@@ -468,7 +467,8 @@ class ExportConfig:
                      "length"):  # fmt: skip
             if getattr(self, name) is not None:
                 require_integer(name, getattr(self, name), 1)
-        require_integer("steps", self.steps, 0)
+        if require_integer("steps", self.steps, 0) > MOST_BUNDLE_STEPS:
+            raise ValueError(f"steps is {self.steps}, at most {MOST_BUNDLE_STEPS} are needed")
         if require_integer("seed", self.seed, 0) >= 2**32:
             raise ValueError(f"seed is {self.seed}, less than 2**32 is needed")
         # The same ranges as in training.

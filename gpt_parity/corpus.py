@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import http.client
 import os
+import stat
 import sys
 import urllib.error
 import urllib.request
@@ -152,6 +153,8 @@ def read_corpus(path: Path | None = None) -> Corpus:
             return _pydoc_topics()
     path = Path(path)
     try:
+        if stat.S_ISCHR(path.stat().st_mode):
+            raise ValueError("is a device")  # which may have no end
         data = path.read_bytes()
     except (OSError, ValueError) as error:  # ValueError: a NUL in the path
         reason = getattr(error, "strerror", None) or error

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import uuid
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 PARTIAL = ".part"
@@ -16,6 +17,8 @@ def write_atomically(path: Path, data: bytes, verify: Callable[[Path], None] | N
     `verify` is called with the file beside, before the renaming; what it raises ends the writing.
     Raises OSError that names `path`; what stood there before is then still there.
     """
+    if os.path.lexists(path) and not path.is_symlink() and not path.is_file():
+        raise OSError(f"{path}: cannot be written, is no regular file")
     partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}{PARTIAL}")
     try:
         try:
@@ -26,7 +29,7 @@ def write_atomically(path: Path, data: bytes, verify: Callable[[Path], None] | N
             if verify is not None:
                 verify(partial)
             os.replace(partial, path)
-            sync_folder(path.parent)
+            _sync_folder(path.parent)
         finally:
             partial.unlink(missing_ok=True)
     except OSError as error:
@@ -40,12 +43,13 @@ def remove_partial(folder: Path, name: str) -> None:
         partial.unlink(missing_ok=True)
 
 
-def sync_folder(folder: Path) -> None:
-    """Make a renaming itself survive a power cut, where folders can be opened."""
+def _sync_folder(folder: Path) -> None:
+    """Make a renaming itself survive a power cut, where the system can do that for a folder."""
     if os.name != "posix":
         return
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    with suppress(OSError):  # the file has its name by now
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

@@ -17,7 +17,10 @@ class Stop(Exception):
 
 
 class StopBetweenSteps:
-    """Turns the first SIGINT or SIGTERM into `Stop`, raised by `check`; a second acts at once."""
+    """Turns the first SIGINT, SIGTERM or SIGHUP into `Stop`, raised by `check`.
+
+    A second one acts at once.
+    """
 
     def __init__(self) -> None:
         self.received: int | None = None
@@ -25,7 +28,11 @@ class StopBetweenSteps:
 
     def __enter__(self) -> StopBetweenSteps:
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
+            for name in ("SIGINT", "SIGTERM", "SIGHUP"):
+                number = getattr(signal, name, None)  # not every system has the last one
+                # A job in the background, or under nohup, is not to hear some of them.
+                if number is None or signal.getsignal(number) in (signal.SIG_IGN, None):
+                    continue
                 self.before[number] = signal.signal(number, self._receive)
         return self
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from gpt_parity.checkpoint import CHECKPOINT_NAME
-from gpt_parity.files import remove_partial
+from gpt_parity.files import remove_partial, write_atomically
 
 CONFIG_NAME = "config.json"
 METRICS_NAME = "metrics.jsonl"
@@ -28,17 +27,20 @@ def new_folder(folder: Path, overwrite: bool) -> Iterator[None]:
     Raises ValueError if it holds a run and `overwrite` is not set, or if another process writes
     it; OSError that names it if it cannot be written.
     """
-    held = [name for name in RUN_FILES if (folder / name).exists()]
-    if held and not overwrite:
-        raise ValueError(
-            f"{folder}: holds a run already ({', '.join(held)}), another --out, --overwrite or "
-            f"--resume {folder} is needed"
-        )
     with _named(folder):
         folder.mkdir(parents=True, exist_ok=True)
     with _sole_writer(folder):
+        # A link to nowhere is held too: opened for writing, it would make a file elsewhere.
+        held = [name for name in RUN_FILES if os.path.lexists(folder / name)]
+        held += [path.name for _, path in earlier_checkpoints(folder)]
+        if held and not overwrite:
+            goes_on = f", --resume {folder}" if CHECKPOINT_NAME in held else ""
+            raise ValueError(
+                f"{folder}: holds a run already ({', '.join(held)}), another --out{goes_on} or "
+                "--overwrite is needed"
+            )
         with _named(folder):
-            for name in [*held, *(path.name for _, path in earlier_checkpoints(folder))]:
+            for name in held:
                 (folder / name).unlink()
             _clear(folder)
         yield
@@ -83,6 +85,8 @@ def _sole_writer(folder: Path) -> Iterator[None]:
             raise ValueError(
                 f"{folder}: another process trains into it, one at a time is needed"
             ) from error
+        except OSError:  # a file system without locks
+            pass
         yield
     finally:
         os.close(descriptor)
@@ -169,16 +173,19 @@ class Checkpoints:
         for _, path in paths:
             # A later one is of a run that went on from an earlier step once more.
             if self.keep == 1 or path not in kept:
-                path.unlink(missing_ok=True)
+                with _named(path):
+                    path.unlink(missing_ok=True)
 
     def _set_aside(self, path: Path) -> None:
         """Give the newest checkpoint a second name, under which it stays."""
         with _named(path):
+            if not self.path.exists() and self.folder.is_dir():
+                return  # somebody moved it away; that is no reason not to save
             path.unlink(missing_ok=True)
             try:
                 os.link(self.path, path)
-            except OSError:  # a file system without hard links, or the file itself is gone
-                shutil.copyfile(self.path, path)
+            except OSError:  # a file system without hard links
+                write_atomically(path, self.path.read_bytes())
 
 
 def earlier_checkpoints(folder: Path) -> list[tuple[int, Path]]:

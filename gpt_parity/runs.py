@@ -13,7 +13,7 @@ from gpt_parity.backends import thread_limit
 from gpt_parity.checkpoint import Checkpoint, load_checkpoint
 from gpt_parity.config import CHANGEABLE, GenerateConfig, TrainConfig
 from gpt_parity.corpus import CharDataset, Corpus, read_corpus
-from gpt_parity.run_folder import earlier_checkpoints, existing_folder, new_folder
+from gpt_parity.run_folder import CONFIG_NAME, earlier_checkpoints, existing_folder, new_folder
 from gpt_parity.training import new_trainer, stream
 from gpt_parity.training_run import Run
 from gpt_parity.weights import set_weights
@@ -63,9 +63,14 @@ def _train(config: TrainConfig, checkpoint: Checkpoint | None) -> int:
     folder = config.run_folder
     opened = new_folder(folder, config.overwrite) if checkpoint is None else existing_folder(folder)
     with opened:
+        if checkpoint is not None and load_checkpoint(config.resume).step != checkpoint.step:
+            raise ValueError(f"{config.resume}: another process went on with it, start once more")
         run = Run(config, corpus, dataset, trainer, total, sampler, checkpoint)
         with run.metrics, run.display, run.stop:
-            return run.finish()
+            code = run.finish()
+        if run.farewell:
+            print(run.farewell, file=sys.stderr)
+        return code
 
 
 def resumed(config: TrainConfig) -> tuple[TrainConfig, Checkpoint]:
@@ -82,6 +87,8 @@ def resumed(config: TrainConfig) -> tuple[TrainConfig, Checkpoint]:
         earlier = earlier_checkpoints(folder) if config.resume.is_dir() else []
         hint = f"; --resume {earlier[-1][1]} is an earlier one" if earlier else ""
         raise ValueError(f"{error}{hint}") from error
+    if not (folder / CONFIG_NAME).is_file():
+        raise ValueError(f"{folder}: holds no {CONFIG_NAME}, the folder of a run is needed")
     if checkpoint.run is None:
         raise ValueError(
             f"{config.resume}: holds a model alone, a checkpoint of a training run is needed"

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from gpt_parity.anomaly import watch
-from gpt_parity.checkpoint import Checkpoint, TrainingRun, save_checkpoint
+from gpt_parity.anomaly import AnomalyError, watch
+from gpt_parity.checkpoint import CHECKPOINT_NAME, Checkpoint, TrainingRun, save_checkpoint
 from gpt_parity.config import GPTConfig, TrainConfig
 from gpt_parity.corpus import CharDataset, Corpus
 from gpt_parity.display import Display, validation_table
@@ -22,6 +22,7 @@ from gpt_parity.provenance import portable, provenance
 from gpt_parity.run_folder import CONFIG_NAME, METRICS_NAME, SAMPLE_NAME, Checkpoints, Metrics
 from gpt_parity.schedule import WarmupCosineScheduler
 from gpt_parity.training import GPTTrainer, StepResult
+from gpt_parity.weights import get_weights
 
 
 class Run:
@@ -42,6 +43,7 @@ class Run:
         self.stop = StopBetweenSteps()
         self.display = Display(total, config.batch_size * config.context_size, trainer.steps)
         self.loss_sum, self.loss_count = 0.0, 0
+        self.farewell = ""  # for stderr, once the display has closed
         newest = None
         versions = {k: self.facts.get(k) for k in ("gpt_parity", "numpy", "torch", "commit")}
         self.history = [
@@ -51,8 +53,10 @@ class Run:
             content = _config_json(config, self.model_config, corpus, self.facts)
             write_atomically(self.folder / CONFIG_NAME, content)
         else:
-            if config.resume.is_dir():
-                newest = checkpoint.step
+            newest, path = checkpoint.step, self.folder / CHECKPOINT_NAME
+            if config.resume.is_file() and config.resume.resolve() != path.resolve():
+                # An earlier one becomes the newest before what came after it is cut off.
+                write_atomically(path, config.resume.read_bytes())
             self.loss_sum, self.loss_count = checkpoint.run.loss_sum, checkpoint.run.loss_count
             self.history = checkpoint.run.history + self.history
         self.checkpoints = Checkpoints(self.folder, config.keep, newest)
@@ -89,10 +93,9 @@ class Run:
             ) from error
         except Stop as signal_seen:
             self.save()
-            print(
+            self.farewell = (
                 f"gpt-parity: stopped by {signal_seen} after step {trainer.steps} of {self.total}; "
-                f"go on with: {self._resume_command()}",
-                file=sys.stderr,
+                f"go on with: {self._resume_command()}"
             )
             return 128 + signal_seen.number
         validations = self.metrics.validations()
@@ -115,6 +118,12 @@ class Run:
         )  # fmt: skip
 
     def after_step(self, step: int, result: StepResult) -> None:
+        if self.config.anomaly:
+            for name, array in get_weights(self.trainer.model).items():
+                if not np.isfinite(array).all():
+                    raise AnomalyError(
+                        f"the update of training step {step} gives {name} not finite"
+                    )
         self.loss_sum += result.loss
         self.loss_count += 1
         mean = self.loss_sum / self.loss_count
@@ -182,7 +191,11 @@ class Run:
         write_atomically(self.folder / SAMPLE_NAME, "".join(text).encode("utf-8"))
 
     def _resume_command(self) -> str:
-        command = ["gpt-parity", "train", "--resume", str(self.folder)]
+        program = ["gpt-parity", "train"]
+        if sys.argv[0].endswith("train.py"):  # the script, where nothing may be installed
+            program = ["python", sys.argv[0]]
+        folder = str(self.folder)
+        command = [*program, "--resume", f"./{folder}" if folder.startswith("-") else folder]
         data = self.config.data
         if data is not None and portable(str(data)) != str(data):
             command += ["--data", str(data)]

@@ -46,14 +46,14 @@ class BatchParts:
         tokens, targets: (B, T). `loss_of(tokens, targets)` is the mean over the rows it is given.
         Leaves change only after all parts have succeeded. Where a parameter has no gradient, its
         flat buffer serves as memory before that: one call at a time for the same parameters. An
-        observer would be called by several threads at once, so with one there is one part. Raises
-        ValueError for an empty batch, and what `Tensor.backward` raises.
+        observer sees the parts one after the other, in this thread. Raises ValueError for an empty
+        batch, and what `Tensor.backward` raises.
         """
         if len(tokens) == 0 or len(tokens) != len(targets):
             raise ValueError(
                 f"batch: got {len(tokens)} and {len(targets)} rows, needed as many, at least one"
             )
-        count = 1 if tape.current_observer() is not None else min(self.threads, len(tokens))
+        count = min(self.threads, len(tokens))
         bounds = [len(tokens) * k // count for k in range(count + 1)]
 
         def compute(k: int) -> Result:
@@ -64,6 +64,8 @@ class BatchParts:
             store = tape.stage if k == 0 else tape.leave
             return loss.item() * share, tape.gradients_of(loss, cotangent, store=store)
 
+        if tape.current_observer() is not None:
+            return self._add([compute(k) for k in range(count)])
         futures: list[Future[Result]] = []
         try:
             # A thread starts without the settings of this one, such as np.errstate.
@@ -72,7 +74,10 @@ class BatchParts:
             results = [compute(0)]
         finally:
             wait(futures)
-        results += [future.result() for future in futures]
+        return self._add(results + [future.result() for future in futures])
+
+    def _add(self, results: list[Result]) -> float:
+        """Add the gradients of the parts to the leaves, in their order; returns the whole loss."""
         for _, gradients in results:
             for leaf, grad in gradients:
                 leaf.accumulate_grad(grad)

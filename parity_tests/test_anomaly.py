@@ -199,15 +199,16 @@ def test_anomaly_names_the_operation(
     assert line.endswith("is of step 4\n") and "first not finite" not in line
 
 
+@pytest.mark.parametrize("threads", ["1", "2"])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_watching_changes_no_bit(
-    backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    backend: str, threads: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     monkeypatch.chdir(tmp_path)
-    assert train(backend) == 0
+    assert train(backend, "--threads", threads) == 0
     plain = load_checkpoint(Path("run"))
-    assert train(backend, "--anomaly", "--overwrite") == 0
+    assert train(backend, "--threads", threads, "--anomaly", "--overwrite") == 0
     watched = load_checkpoint(Path("run"))
     assert all((a == watched.weights[n]).all() for n, a in plain.weights.items())
 
@@ -221,3 +222,8 @@ def test_weights_that_overflow_in_the_update_are_not_saved(
     line = capsys.readouterr().err
     assert re.match(r"gpt-parity: error: after training step 1: checkpoint: [\w.]+ has \d+", line)
     assert line.endswith("run/checkpoint.safetensors, is of step 0\n"), line
+    assert train("numpy", *flags, "--anomaly", "--overwrite") == 2
+    line = capsys.readouterr().err
+    assert re.match(r"gpt-parity: error: the update of training step 1 gives [\w.]+ not", line), (
+        line
+    )

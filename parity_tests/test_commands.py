@@ -374,10 +374,10 @@ BAD_TRAINING: list[tuple[list[str], str]] = [
     (["--sample-tokens", "0"], "sample_tokens is 0"),
     (["--threads", "0"], "threads is 0"),
     (["--threads", "257"], "threads is 257, at most 256 are needed"),
-    (["--threads", "2.5"], "Invalid value for --threads: '2.5' is no integer"),
+    (["--threads", "2.5"], 'Invalid value for --threads: unable to convert "2.5" into int'),
     (["--keep", "0"], "keep is 0"),
     (["--save-every", "0"], "save_every is 0"),
-    (["--blocks", "100000000"], "a model of "),
+    (["--blocks", "100000000"], "blocks is 100000000, at most 10000 are needed"),
     (["--embedding-size", "10000000"], "a model of "),
     (["--resume", "absent", "--overwrite"], "resume and overwrite are both set"),
     (["--warmup", "-1"], "warmup is -1"),
@@ -393,10 +393,10 @@ BAD_TRAINING: list[tuple[list[str], str]] = [
     (["--out", "text.txt/run"], "text.txt/run: cannot be written, Not a directory"),
     (["--backend", "jax"], 'Invalid value "jax" for --backend.'),
     (["--dtype", "float16"], 'Invalid value "float16" for --dtype.'),
-    (["--seed", "many"], "Invalid value for --seed: 'many' is no integer"),
+    (["--seed", "many"], 'Invalid value for --seed: unable to convert "many" into int.'),
     (["--lerning-rate", "1"], "Unknown option: --lerning-rate. Did you mean --learning-rate?"),
     (["stray"], "Unused"),
-    (["--seed", "a\nb"], "Invalid value for --seed: 'a"),
+    (["--seed", "a\nb"], 'Invalid value for --seed: unable to convert "a'),
 ]
 
 

@@ -119,7 +119,7 @@ def test_a_failing_part_changes_no_leaf_and_leaves_no_thread_at_work() -> None:
 
 
 @pytest.mark.reference("exact property")
-def test_an_observer_sees_one_part() -> None:
+def test_an_observer_sees_the_parts_one_after_the_other() -> None:
     class Count(Observer):
         rows = 0
 
@@ -131,7 +131,7 @@ def test_an_observer_sees_one_part() -> None:
         BatchParts(2).backward(
             lambda x, y: seen.append(len(x)) or (w * x).mean(), np.ones((4, 2)), np.ones((4, 2))
         )
-    assert seen == [4] and count.rows == 4
+    assert seen == [2, 2] and count.rows == 4
 
 
 @pytest.mark.reference("by hand")

@@ -160,6 +160,86 @@ def test_a_run_goes_on_from_an_earlier_checkpoint(capsys: pytest.CaptureFixture[
     assert results("run") == expected
 
 
+def test_a_run_that_changes_its_backend_stays_beside_the_unbroken_one(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By the command, there and back, in float64: what a hop lost would be far larger."""
+    assert train("unbroken", "--dtype", "float64") == 0
+    for step, backend in ((2, "numpy"), (4, "torch")):
+        with monkeypatch.context() as patch:
+            kill_at(step, signal.SIGINT, patch)
+            flags = ["--dtype", "float64"]
+            assert (
+                train("run", *flags) if step == 2 else resume("run", "--backend", backend)
+            ) == 130
+    assert resume("run", "--backend", "numpy") == 0
+    ends = [load_checkpoint(Path(name)) for name in ("unbroken", "run")]
+    for kind in ("exp_avg", "exp_avg_sq"):
+        for name, array in ends[0].optimizer[kind].items():
+            other = ends[1].optimizer[kind][name]
+            assert np.abs(array - other).max() <= 1e-11 * np.abs(array).max(), name
+    for name, array in ends[0].weights.items():
+        assert np.abs(array - ends[1].weights[name]).max() <= 1e-11 * np.abs(array).max(), name
+    assert [h["backend"] for h in ends[1].run.history] == ["numpy", "torch", "numpy"]
+
+
+def test_checkpoints_alone_are_not_deleted_by_a_new_run(capsys: pytest.CaptureFixture[str]) -> None:
+    assert train("run") == 0
+    Path("backup").mkdir()
+    shutil.copy("run/checkpoint-4.safetensors", "backup")
+    capsys.readouterr()
+    assert train("backup") == 2
+    assert "backup: holds a run already (checkpoint-4.safetensors)" in capsys.readouterr().err
+    assert Path("backup/checkpoint-4.safetensors").exists()
+    assert resume("backup/checkpoint-4.safetensors") == 2
+    assert "backup: holds no config.json" in capsys.readouterr().err
+
+
+def test_a_checkpoint_that_was_moved_away_does_not_end_the_run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    original = Run.after_step
+
+    def moved(run: Run, step: int, result: Any) -> None:
+        if step == 3:
+            Path("run/checkpoint.safetensors").rename("mine")
+        original(run, step, result)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Run, "after_step", moved)
+        assert train("run") == 0
+    assert load_checkpoint(Path("mine")).step == 2 and load_checkpoint(Path("run")).step == 6
+
+
+def test_file_systems_without_links_and_locks(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refused(*_: Any) -> None:
+        raise OSError(95, "Operation not supported")
+
+    monkeypatch.setattr(os, "link", refused)
+    monkeypatch.setattr("fcntl.flock", refused)
+    assert train("run", "--keep", "9") == 0
+    steps = [load_checkpoint(path).step for path in sorted(Path("run").glob("checkpoint-*"))]
+    assert steps == [0, 2, 3, 4]
+
+
+def test_an_earlier_checkpoint_becomes_the_newest_before_metrics_are_cut(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def killed(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    assert train("run", "--keep", "9") == 0
+    expected = results("run")
+    with monkeypatch.context() as patch:
+        patch.setattr(GPTTrainer, "train_step", killed)
+        assert resume("run/checkpoint-3.safetensors") == 130
+    assert load_checkpoint(Path("run")).step == 3
+    assert resume("run") == 0
+    assert results("run") == expected
+
+
 def test_the_history_says_who_took_which_steps(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -577,4 +577,4 @@ def test_a_machine_that_does_not_say_its_memory_refuses_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delattr("gpt_parity.machine.os.sysconf")
-    GPTConfig(65, blocks=10**9).require_memory("float32")
+    GPTConfig(65, embedding_size=10**9).require_memory("float32")

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from gpt_parity.arrays import read_arrays, require_names, write_arrays
-from gpt_parity.config import DTYPES, GPTConfig
-from gpt_parity.manifest import parse_manifest
+from gpt_parity.config import DTYPES, HYPERPARAMETERS, GPTConfig
+from gpt_parity.manifest import one_line, parse_manifest, shown, some
 from gpt_parity.oracle.bundle import STEP, TOLERANCE, WEIGHT, Bundle, endless
 from gpt_parity.oracle.graph import GRAD, LOSS_KEY, VALUE
 from gpt_parity.oracle.tolerance import Tolerance
@@ -91,24 +91,39 @@ def load_bundle(path: Path) -> Bundle:
     arrays, text = read_arrays(Path(path))
     try:
         return _from_arrays(_manifest(text), arrays)
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (ValueError, TypeError, KeyError) as error:
         missing = isinstance(error, KeyError)
         reason = f"lacks {error.args[0]}, a whole bundle is needed" if missing else error
-        raise ValueError(f"{path}: {reason}") from error
+        raise ValueError(f"{path}: {one_line(reason)}") from error
 
 
 def _manifest(text: str | None) -> dict[str, Any]:
+    """The manifest, in which every value is of its kind; what fits together is seen later."""
     origin = "a bundle of `gpt-parity oracle export`"
     manifest = parse_manifest(text, FORMAT, FORMAT_VERSION, KINDS, origin)
+    for key in manifest["keys"]:
+        if not isinstance(key, str):
+            raise ValueError(f"manifest: keys hold {shown(key)}, names are needed")
+    for dtype, whole in manifest["tolerances"].items():
+        if not isinstance(whole, dict) or not all(
+            v is None or _is_ratio(v) for v in whole.values()
+        ):
+            raise ValueError(f"manifest: tolerances of {dtype} are {shown(whole)}, numbers by key "
+                             "are needed")  # fmt: skip
     for key, vote in manifest["votes"].items():
         known = isinstance(vote, dict) and set(vote) == {"closure", "torch"}
-        if not known or not all(v is None or _is_ratio(v) for v in vote.values()):
-            raise ValueError(f"manifest: the vote on {key} is {vote!r}")
+        if not known or not _is_ratio(vote["closure"]) or not (
+            vote["torch"] is None or _is_ratio(vote["torch"])
+        ):  # fmt: skip
+            raise ValueError(f"manifest: the vote on {key} is {shown(vote)}")
+    if len({vote["torch"] is None for vote in manifest["votes"].values()}) > 1:
+        raise ValueError("manifest: torch has some of the votes, all or none are needed")
     return manifest
 
 
 def _is_ratio(value: Any) -> bool:
-    return isinstance(value, int | float) and 0.0 <= value < math.inf
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    return number and 0.0 <= value < math.inf
 
 
 def _from_arrays(manifest: dict[str, Any], arrays: dict[str, np.ndarray]) -> Bundle:
@@ -120,7 +135,12 @@ def _from_arrays(manifest: dict[str, Any], arrays: dict[str, np.ndarray]) -> Bun
     tokens = check_tokens(arrays["tokens"], config.vocab_size, config.context_size)
     targets = check_targets(arrays["targets"], tokens.shape, config.vocab_size)
     found = {key: arrays[key] for key in manifest["keys"]}
+    if len(found) != len(manifest["keys"]):
+        raise ValueError("manifest: keys are not all different")
     _check_keys(found, weights, require_integer("steps", manifest["steps"], 0))
+    for key, array in (weights | found).items():
+        if array.dtype.name not in DTYPES:
+            raise ValueError(f"{key} is {array.dtype}, one of {DTYPES} is needed")
     tolerances = {
         dtype: {k: _tolerance(found[k], w, arrays, f"{TOLERANCE}{dtype}/{k}")
                 for k, w in whole.items()}
@@ -131,23 +151,59 @@ def _from_arrays(manifest: dict[str, Any], arrays: dict[str, np.ndarray]) -> Bun
     for dtype, known in tolerances.items():
         if dtype not in DTYPES or set(known) != set(found):
             raise ValueError(f"tolerances of {dtype} are not those of the bundle's tensors")
-    optimizer = {k: float(v) if k != "betas" else v for k, v in manifest["optimizer"].items()}
+    _check_no_strangers(arrays, found, weights, tolerances)
+    for key in manifest["votes"]:
+        if key not in found:
+            raise ValueError(f"manifest: a vote is on {key}, a gradient is needed")
+    for alias, entry in manifest["aliases"].items():
+        if not isinstance(entry, str) or VALUE + entry not in found:
+            raise ValueError(f"manifest: alias {alias} is of {shown(entry)}, an entry is needed")
     bundle = Bundle(
-        config, tokens, targets, weights, found, tolerances, manifest["votes"], optimizer,
-        manifest["aliases"], manifest["steps"], manifest["provenance"],
+        config, tokens, targets, weights, found, tolerances, manifest["votes"],
+        _optimizer(manifest["optimizer"]), manifest["aliases"], manifest["steps"],
+        manifest["provenance"],
     )  # fmt: skip
-    bundle.setting(0)  # the hyperparameters are whole, and in range
+    bundle.setting(0)  # the hyperparameters are in range
     return bundle
+
+
+def _optimizer(given: dict[str, Any]) -> dict[str, Any]:
+    """The hyperparameters as numbers; an infinite one stands as text in the manifest."""
+    if set(given) != set(HYPERPARAMETERS):
+        raise ValueError(
+            f"manifest: optimizer has {shown(sorted(given))}, {sorted(HYPERPARAMETERS)} is needed"
+        )
+    betas = given["betas"]
+    if not isinstance(betas, list) or len(betas) != 2 or not all(map(_is_ratio, betas)):
+        raise ValueError(f"manifest: betas are {shown(betas)}, two numbers are needed")
+    for key, value in given.items():
+        if key != "betas" and value != "inf" and not _is_ratio(value):
+            raise ValueError(f"manifest: {key} is {shown(value)}, a number is needed")
+    return {k: float(v) if k != "betas" else v for k, v in given.items()}
+
+
+def _check_no_strangers(
+    arrays: dict[str, np.ndarray], found: dict[str, np.ndarray], weights: dict[str, np.ndarray],
+    tolerances: dict[str, dict[str, Tolerance]],
+) -> None:  # fmt: skip
+    known = {"tokens", "targets", *found, *(WEIGHT + name for name in weights)}
+    for dtype, by_key in tolerances.items():
+        known |= {f"{TOLERANCE}{dtype}/{k}" for k, t in by_key.items() if math.isfinite(t.whole)}
+    strangers = [name for name in arrays if name not in known]
+    if strangers:
+        raise ValueError(f"{some(strangers)} unexpected, the bundle's own alone are needed")
 
 
 def _check_keys(arrays: dict[str, np.ndarray], weights: dict[str, np.ndarray], steps: int) -> None:
     """Raise ValueError unless the reference is complete, and holds finite real numbers."""
     entries = [key.removeprefix(VALUE) for key in arrays if key.startswith(VALUE)]
-    step = [f"{q}/{n}" for q in ("exp_avg", "exp_avg_sq", "weight") for n in weights]
-    numbers = range(1, steps + 1) if steps <= len(arrays) else ()
+    step = ["loss", "grad_norm"]
+    step += [f"{q}/{n}" for q in ("exp_avg", "exp_avg_sq", "weight") for n in weights]
+    if steps * len(step) > len(arrays):  # before as many names are made
+        raise ValueError(f"keys are not those of a whole pass and {steps} steps")
     needed = {VALUE + n for n in entries} | {GRAD + n for n in (*entries, *weights)} | {LOSS_KEY}
-    needed |= {f"{STEP}/{k}/{q}" for k in numbers for q in ("loss", "grad_norm", *step)}
-    if set(arrays) != needed or (steps and not numbers):
+    needed |= {f"{STEP}/{k}/{q}" for k in range(1, steps + 1) for q in step}
+    if set(arrays) != needed:
         raise ValueError(f"keys are not those of a whole pass and {steps} steps")
     check_arrays("bundle", arrays, {key: array.shape for key, array in arrays.items()})
     for key, array in arrays.items():
@@ -170,8 +226,8 @@ def _tolerance(
     shape = array.shape[:-1]
     if whole is None:
         return endless(array)
-    rows = arrays[key] if shape else np.array(whole)
+    rows = arrays[key] if shape else np.array(float(whole))
     positive = (rows >= 0.0) & (rows < math.inf)
-    if rows.shape != shape or not positive.all() or not 0.0 <= whole < math.inf:
+    if rows.dtype.kind != "f" or rows.shape != shape or not positive.all():
         raise ValueError(f"{key} is no tolerance for shape {array.shape}")
     return Tolerance(float(whole), rows)

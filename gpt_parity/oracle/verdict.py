@@ -13,6 +13,7 @@ import numpy as np
 
 from gpt_parity.arrays import read_arrays
 from gpt_parity.config import CheckConfig
+from gpt_parity.manifest import one_line
 from gpt_parity.oracle.bundle import STEP, WEIGHT, Bundle, measured
 from gpt_parity.oracle.bundle_files import load_bundle
 from gpt_parity.oracle.case import Case
@@ -43,13 +44,21 @@ def check_file(mine: Path, config: CheckConfig) -> Report:
     """Judge the arrays of a file; ValueError of one line for what cannot be judged."""
     bundle = load_bundle(config.ref)
     names = read_map(config.map) if config.map is not None else {}
-    arrays, _ = read_arrays(mine, bfloat16=config.dtype == "bfloat16")
+    return judge_file(mine, bundle, config.dtype, names=names, only=config.only)
+
+
+def judge_file(
+    mine: Path, bundle: Bundle, dtype: str | None = None, *,
+    names: Mapping[str, str] | None = None, only: str | None = None,
+) -> Report:  # fmt: skip
+    """`check_arrays` of the arrays of a file, in messages that name it."""
+    arrays, _ = read_arrays(mine, bfloat16=dtype == "bfloat16")
     if "" in arrays:
         raise ValueError(f"{mine}: is one array without a name, a folder of npy files is needed")
     try:
-        return check_arrays(arrays, bundle, config.dtype, names=names, only=config.only)
+        return check_arrays(arrays, bundle, dtype, names=names, only=only)
     except (ValueError, TypeError) as error:
-        raise ValueError(f"{mine}: {error}") from error
+        raise ValueError(f"{mine}: {one_line(error)}") from error
 
 
 def check_arrays(
@@ -137,7 +146,8 @@ def _report(
 
 def _comparable(key: str, array: np.ndarray, bundle: Bundle) -> np.ndarray:
     """float64, with a finite fill."""
-    array = array.astype(np.float64)
+    with np.errstate(invalid="ignore"):  # a signalling NaN is one more value that is not finite
+        array = array.astype(np.float64)
     kept = bundle.kept(key)
     if kept is not None:
         array = np.where(~kept & np.isneginf(array), bundle.config.mask_value, array)
