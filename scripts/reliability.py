@@ -21,20 +21,21 @@ from gpt_parity.config import VerifyConfig
 from gpt_parity.record import DOCS, record
 from gpt_parity.schedule import require_integer
 from gpt_parity.verify import verify
+from parity_tests.hostile.fuzz import Fuzzer
 from parity_tests.reliability.kills import killed_while_saving, killed_while_training
 from parity_tests.reliability.suite import HEADER, Circumstances, run_suite
 
 PAGE = DOCS / "reliability.md"
-Part = Literal["kills", "hops", "suite"]
+Part = Literal["kills", "files", "hops", "suite"]
 Lines = tuple[bool, str, list[str]]
 
 
 def main(
     parts: Annotated[tuple[Part, ...], Parameter(consume_multiple=True)] = get_args(Part), *,
-    kills: int = 1000, resumes: int = 30, hops: int = 20, runs: int = 4, seed: int = 1,
-    write: bool = False,
+    kills: int = 1000, resumes: int = 30, inputs: int = 100_000, hops: int = 20, runs: int = 4,
+    seed: int = 1, write: bool = False,
 ) -> int:  # fmt: skip
-    """Kill, change the backend, and repeat the suite; exit 1 if anything is lost.
+    """Kill, damage files, change the backend, and repeat the suite; exit 1 if anything is lost.
 
     Example: python scripts/reliability.py --write
 
@@ -46,6 +47,8 @@ def main(
         Processes killed while they save.
     resumes
         Times that one training run is killed and resumed.
+    inputs
+        Damaged files given to the readers.
     hops
         Changes of the backend in one run.
     runs
@@ -55,11 +58,13 @@ def main(
     write
         Record the results in docs/reliability.md.
     """
-    for name, value in (("kills", kills), ("resumes", resumes), ("hops", hops), ("runs", runs)):
+    counts = {"kills": kills, "resumes": resumes, "inputs": inputs, "hops": hops, "runs": runs}
+    for name, value in counts.items():
         require_integer(name, value, 1)
     require_integer("seed", seed, 0)
     bodies: dict[str, Callable[[], Lines]] = {
         "kills": lambda: kill(kills, resumes, seed),
+        "files": lambda: damage(inputs, seed),
         "hops": lambda: hop(hops),
         "suite": lambda: repeat(runs, seed),
     }
@@ -84,6 +89,21 @@ def kill(kills: int, resumes: int, seed: int) -> Lines:
         "checkpoints lost or damaged.",
         f"- One training run of {training['steps']:,} steps killed {training['kills']} times and "
         "resumed each time: weights and sample are those of the unbroken run, to the bit.",
+    ]  # fmt: skip
+
+
+def damage(inputs: int, seed: int) -> Lines:
+    """Mutated checkpoints, bundles and submissions; the fuzzer raises at the first fault."""
+    with tempfile.TemporaryDirectory() as folder:
+        found = Fuzzer(Path(folder), seed).run(range(inputs))
+    kinds = ", ".join(f"{count:,} {kind}" for kind, count in found.refused.most_common())
+    worst = max(share for share, _ in found.worst.values())
+    return found.inputs == inputs, "Hostile files", [
+        f"{found.inputs:,} checkpoints, bundles and submissions with stacked mutations (seed "
+        f"{seed}): {found.accepted:,} read whole, the others refused in one line that names the "
+        f"file. No other exception, no warning, no file made, and of {found.measured:,} measured "
+        f"ones at most {worst:.3f} of the memory that their size allows.", "",
+        f"Refused: {kinds}.",
     ]  # fmt: skip
 
 

@@ -13,13 +13,13 @@ from pathlib import Path
 import numpy as np
 
 from gpt_parity.arrays import write_arrays
-from gpt_parity.backends import build_model, load_backend
-from gpt_parity.checkpoint import CHECKPOINT_NAME, save_checkpoint
-from gpt_parity.config import GPTConfig
+from gpt_parity.checkpoint import CHECKPOINT_NAME, TrainingRun, save_checkpoint
+from gpt_parity.config import GPTConfig, TrainConfig
 from gpt_parity.oracle.bundle import Bundle, make_bundle
 from gpt_parity.oracle.bundle_files import save_bundle
 from gpt_parity.oracle.compare import LOSS, PARAMETER
 from gpt_parity.oracle.subject import order_one
+from gpt_parity.training import new_trainer
 
 CONFIG = GPTConfig(vocab_size=5, context_size=3, embedding_size=2, blocks=1)
 VOCABULARY = "abcde"
@@ -78,14 +78,21 @@ def reference() -> Bundle:
 
 
 def make_seeds(folder: Path, bundle: Bundle) -> list[Draft]:
-    """A checkpoint with its optimizer, a bundle and a submission in every form, as the project
+    """A checkpoint of a training run, a bundle and a submission in every form, as the project
     writes them into `folder`.
     """
-    model = build_model("numpy", CONFIG)
-    optimizer = load_backend("numpy").AdamWOptimizer(model.parameters())
-    save_checkpoint(
-        folder / CHECKPOINT_NAME, model, config=CONFIG, vocabulary=VOCABULARY, optimizer=optimizer
+    recipe = TrainConfig(
+        context_size=CONFIG.context_size, embedding_size=CONFIG.embedding_size, blocks=CONFIG.blocks
     )
+    trainer = new_trainer(recipe, CONFIG)
+    corpus = {"name": "text.txt", "path": "text.txt", "characters": 40, "sha256": "0" * 64}
+    run = TrainingRun(
+        recipe.recipe, corpus, [{"step": 0}], 6, 0, 3, 1.5, 3, 0, np.random.RandomState(0)
+    )
+    save_checkpoint(
+        folder / CHECKPOINT_NAME, trainer.model, config=CONFIG, vocabulary=VOCABULARY, step=3,
+        optimizer=trainer.optimizer, run=run,
+    )  # fmt: skip
     seeds = [_taken_apart(folder / CHECKPOINT_NAME, CHECKPOINT, SAFETENSORS)]
     mine = {k: a for k, a in bundle.arrays.items() if bundle.kind(k) in (PARAMETER, LOSS)}
     mine |= {k: a for k, a in bundle.arrays.items() if k.endswith("mask.output")}
