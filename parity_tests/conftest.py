@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import random
+import signal
 from collections.abc import Iterator
 from typing import Any
 
@@ -50,6 +51,8 @@ hypothesis.settings.load_profile("default")
 
 def pytest_sessionstart() -> None:
     """No test counts before every comparer has rejected what is wrong."""
+    # A shell starts what it runs in the background with SIGINT ignored; tests send it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     accepted = accepted_mistakes()
     if accepted:
         pytest.exit(f"self-test of the comparers: {'; '.join(accepted)}", returncode=3)

@@ -121,6 +121,27 @@ def test_a_second_signal_ends_at_once(
     assert capsys.readouterr().err == ""
 
 
+@needs_posix
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP"])
+def test_a_signal_that_the_process_was_told_to_ignore_stays_ignored(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As under nohup, or in the background of a script; otherwise it stops the run."""
+    number = getattr(signal, name)
+    before = signal.getsignal(number)
+    try:
+        for handler, code in ((signal.SIG_IGN, 0), (signal.default_int_handler, 128 + number)):
+            signal.signal(number, handler)
+            with monkeypatch.context() as patch:
+                after_step(2, lambda: os.kill(os.getpid(), number), patch)
+                found = train(f"run{code}")
+            # The command has a handler for SIGTERM of its own.
+            assert found == (143 if name == "SIGTERM" else code)
+            assert signal.getsignal(number) is handler
+    finally:
+        signal.signal(number, before)
+
+
 def test_the_command_that_goes_on_names_a_text_from_elsewhere(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
