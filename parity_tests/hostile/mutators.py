@@ -72,7 +72,8 @@ def _slot(rng: Random, tree: Any) -> tuple[list, int] | None:
 
 
 def _value(rng: Random) -> Any:
-    return rng.choice(rng.choice((NUMBERS, NUMBERS, NAMES, WORDS, SHAPES, ODDITIES)))
+    """A copy, since what is put into a tree may be changed there."""
+    return _copied(rng.choice(rng.choice((NUMBERS, NUMBERS, NAMES, WORDS, SHAPES, ODDITIES))))
 
 
 def change_tree(rng: Random, tree: Any) -> None:
