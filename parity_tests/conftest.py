@@ -31,13 +31,15 @@ register = hypothesis.settings.register_profile
 PHASES = tuple(hypothesis.Phase)
 register(
     "default", max_examples=100, deadline=None, derandomize=True, database=None,
+    suppress_health_check=(),  # Hypothesis's own profile for CI leaves one out
     phases=[phase for phase in PHASES if phase is not hypothesis.Phase.target],
 )  # fmt: skip
 register("quick", hypothesis.settings.get_profile("default"), max_examples=25)
 # What is left open would come from the profile above, which is Hypothesis's own default now.
 # Here examples also climb towards the worst ratio of a clean model.
 register(
-    "nightly", max_examples=5000, deadline=None, print_blob=True, derandomize=False, phases=PHASES
+    "nightly", max_examples=5000, deadline=None, print_blob=True, derandomize=False, phases=PHASES,
+    suppress_health_check=(),
 )  # fmt: skip
 register("seeded", hypothesis.settings.get_profile("default"), derandomize=False)
 # For planted bugs: a failure is enough, its smallest example is not needed.
