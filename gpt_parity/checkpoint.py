@@ -22,9 +22,9 @@ from gpt_parity.backends import backend_of, build_model
 from gpt_parity.config import BACKENDS, DTYPES, GPTConfig, TrainConfig
 from gpt_parity.corpus import CharTokenizer
 from gpt_parity.files import write_atomically
-from gpt_parity.manifest import one_line, parse_manifest
+from gpt_parity.manifest import one_line, parse_manifest, some
 from gpt_parity.schedule import require_integer
-from gpt_parity.weights import check_arrays, first_of, get_weights, named_parameters, set_weights
+from gpt_parity.weights import check_arrays, get_weights, named_parameters, set_weights
 
 CHECKPOINT_NAME = "checkpoint.safetensors"
 FORMAT = "gpt-parity checkpoint"
@@ -186,7 +186,7 @@ def save_checkpoint(
         arrays, found = read_safetensors(written)
         wrong = [name for name in tensors if not _same(arrays.get(name), tensors[name])]
         if wrong or found != text or len(arrays) != len(tensors):
-            what = first_of(wrong) if wrong else "the manifest"
+            what = some(wrong) if wrong else "the manifest"
             raise OSError(f"{what} came back from the disk with other content than was written")
 
     write_atomically(Path(path), save(contiguous, metadata={"manifest": text}), verify)
@@ -225,7 +225,6 @@ def load_checkpoint(
 
 
 def _from_arrays(manifest: dict[str, Any], arrays: dict[str, np.ndarray]) -> Checkpoint:
-    _check_keys("config", manifest["config"], GPTConfig)
     config, dtype, backend = (
         GPTConfig(**manifest["config"]), manifest["dtype"], manifest["backend"],
     )  # fmt: skip
@@ -240,7 +239,7 @@ def _from_arrays(manifest: dict[str, Any], arrays: dict[str, np.ndarray]) -> Che
     kinds = (WEIGHTS, *(f"optimizer/{moment}/" for moment in MOMENTS), STEPS, RANDOM)
     strangers = [name for name in arrays if not name.startswith(kinds)]
     if strangers:
-        raise ValueError(f"arrays: {first_of(strangers)} unexpected, only {kinds} are needed")
+        raise ValueError(f"arrays: {some(strangers)} unexpected, only {kinds} are needed")
     weights, *moments, steps, random = (
         {n.removeprefix(kind): a for n, a in arrays.items() if n.startswith(kind)} for kind in kinds
     )
@@ -281,15 +280,11 @@ def _training_run(
     if not isinstance(content, dict) or optimizer is None:
         found = type(content).__name__ if optimizer is not None else "one without an optimizer"
         raise ValueError(f"manifest: run is {found}, the state of a training run is needed")
-    _check_keys("run", content, TrainingRun, without=("sample",))
+    needed = {f.name for f in fields(TrainingRun)} - {"sample"}
+    if set(content) != needed:
+        raise ValueError(f"manifest: run has {sorted(content)}, {sorted(needed)} is needed")
     state = check_arrays("random", random, {"sample": GENERATOR_SHAPE}, "uint32")
     return TrainingRun(**content, sample=_generator(state["sample"]))
-
-
-def _check_keys(what: str, content: dict[str, Any], kind: type, without: tuple[str, ...] = ()):
-    needed = {f.name for f in fields(kind)} - set(without)
-    if set(content) != needed:
-        raise ValueError(f"manifest: {what} has {sorted(content)}, {sorted(needed)} is needed")
 
 
 def _generator_state(generator: np.random.RandomState) -> np.ndarray:

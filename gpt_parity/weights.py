@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from gpt_parity.backends import backend_of
+from gpt_parity.manifest import some
 from gpt_parity.tensors import as_array
 from numpy_impl.tape import count_write
 
@@ -93,8 +94,8 @@ def check_arrays(
     missing = [name for name in shapes if name not in arrays]
     extra = [name for name in arrays if name not in shapes]
     if missing or extra:
-        found = [f"{first_of(missing)} missing"] if missing else []
-        found += [f"{first_of(extra)} unexpected"] if extra else []
+        found = [f"{some(missing)} missing"] if missing else []
+        found += [f"{some(extra)} unexpected"] if extra else []
         raise ValueError(f"{title}: {', '.join(found)}; the {len(shapes)} of the model are needed")
     checked = {name: as_array(arrays[name]) for name in shapes}
     for name, array in checked.items():
@@ -110,9 +111,3 @@ def check_arrays(
                 "finite ones are needed"
             )
     return checked
-
-
-def first_of(names: list[str]) -> str:
-    """The first three names, for a message, and how many more there are."""
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(names[:3]) + more

@@ -31,7 +31,7 @@ register = hypothesis.settings.register_profile
 PHASES = tuple(hypothesis.Phase)
 register(
     "default", max_examples=100, deadline=None, derandomize=True, database=None,
-    suppress_health_check=(),  # Hypothesis's own profile for CI leaves one out
+    suppress_health_check=(),  # none is left out, though Hypothesis's own profile for CI would
     phases=[phase for phase in PHASES if phase is not hypothesis.Phase.target],
 )  # fmt: skip
 register("quick", hypothesis.settings.get_profile("default"), max_examples=25)
@@ -39,7 +39,7 @@ register("quick", hypothesis.settings.get_profile("default"), max_examples=25)
 # Here examples also climb towards the worst ratio of a clean model.
 register(
     "nightly", max_examples=5000, deadline=None, print_blob=True, derandomize=False, phases=PHASES,
-    suppress_health_check=(),
+    suppress_health_check=(),  # as above
 )  # fmt: skip
 register("seeded", hypothesis.settings.get_profile("default"), derandomize=False)
 # For planted bugs: a failure is enough, its smallest example is not needed.

@@ -88,7 +88,8 @@ def kill(kills: int, resumes: int, seed: int) -> Lines:
         f"checkpoints, {saving.half_written} of them in the middle of a write: {saving.lost} "
         "checkpoints lost or damaged.",
         f"- One training run of {training['steps']:,} steps killed {training['kills']} times and "
-        "resumed each time: weights and sample are those of the unbroken run, to the bit.",
+        "resumed each time: weights, moments, metrics and sample are those of the unbroken run, to "
+        "the bit.",
     ]  # fmt: skip
 
 

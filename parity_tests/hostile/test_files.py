@@ -230,7 +230,7 @@ LIMITED = (
 )
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="runs on Linux: /proc says how much is taken")
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc to limit memory: run on Linux")
 @pytest.mark.parametrize("size", ("blocks", "vocab_size", "context_size", "embedding_size"))
 @pytest.mark.parametrize("value", (10**8, 2**62))
 def test_a_huge_configuration_takes_neither_time_nor_memory(size: str, value: int) -> None:

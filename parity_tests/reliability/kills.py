@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import select
@@ -132,12 +133,12 @@ def killed_while_training(kills: int, seed: int, folder: Path) -> dict[str, Any]
     """Kill one training run again and again, resume it each time, and let it end at last.
 
     Raises AssertionError unless the end is that of the unbroken run, to the bit. Returns the
-    figures.
+    steps, and as "kills" those that hit before the last one was saved.
     """
     text = folder / "text.txt"
     text.write_text("To be, or not to be, that is the question.\n" * 100)
     flags = [
-        "--context-size", "8", "--embedding-size", "8", "--blocks", "1", "--epochs", "4",
+        "--context-size", "8", "--embedding-size", "8", "--blocks", "1", "--epochs", str(4 + kills),
         "--eval-every", "250", "--save-every", "10", "--log-every", "7", "--sample-tokens", "50",
     ]  # fmt: skip
     draw = random.Random(seed)
@@ -164,16 +165,27 @@ def killed_while_training(kills: int, seed: int, folder: Path) -> dict[str, Any]
         time.sleep(draw.uniform(0.0, 0.15))
         process.kill()
         process.communicate()
-        steps.append(load_checkpoint(folder / "run").step)
+        if process.returncode == -signal.SIGKILL:
+            steps.append(load_checkpoint(folder / "run").step)
         process = start("--resume", "run")
     _, error = process.communicate()
     assert process.returncode == 0, error
     ends = [load_checkpoint(folder / name) for name in ("unbroken", "run")]
-    for name, array in ends[0].weights.items():
-        assert array.tobytes() == ends[1].weights[name].tobytes(), name
+    for kind, arrays in (("weights", ends[0].weights), *ends[0].optimizer.items()):
+        others = ends[1].weights if kind == "weights" else ends[1].optimizer[kind]
+        for name, array in arrays.items():
+            assert np.asarray(array).tobytes() == np.asarray(others[name]).tobytes(), (kind, name)
+    assert _metrics(folder / "unbroken") == _metrics(folder / "run")
     samples = {(folder / name / "sample.txt").read_bytes() for name in ("unbroken", "run")}
     assert len(samples) == 1
-    return {"kills": kills, "steps": ends[1].step, "killed_at": steps}
+    total = ends[1].step
+    return {"kills": sum(step < total for step in steps), "steps": total}
+
+
+def _metrics(folder: Path) -> list[dict[str, Any]]:
+    """The records of a run without what the clock decides."""
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return [{k: v for k, v in m.items() if k != "tokens_per_second"} for m in lines]
 
 
 if __name__ == "__main__":

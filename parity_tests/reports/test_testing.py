@@ -44,7 +44,10 @@ DTYPES = ("float32", "float64")
 
 def test_B54_a_difference_quotient_cancels_and_the_complex_step_does_not() -> None:
     """x^3 at 1.5, whose derivative is 6.75."""
-    cube = lambda x: x * x * x  # noqa: E731
+
+    def cube(x: Any) -> Any:
+        return x * x * x
+
     for kind, step, expected in (
         (np.float32, 1e-6, 6.4373016), (np.float32, 1e-3, 6.7503448),
         (np.float64, 1e-6, 6.749999999389189),
