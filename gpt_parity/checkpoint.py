@@ -174,7 +174,7 @@ def save_checkpoint(
         "run": run.manifest if run is not None else None,
         "provenance": dict(provenance or {}),
     }
-    text = json.dumps(manifest, sort_keys=True)
+    text = json.dumps(manifest, sort_keys=True, allow_nan=False)
     if json.loads(text)["vocabulary"] != vocabulary:
         raise ValueError(
             "vocabulary holds two surrogates that JSON takes for one character; characters that "

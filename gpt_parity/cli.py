@@ -248,7 +248,3 @@ def _discard_output() -> None:
         devnull = os.open(os.devnull, os.O_WRONLY)
         os.dup2(devnull, sys.stdout.fileno())
         os.close(devnull)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

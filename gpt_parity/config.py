@@ -234,7 +234,9 @@ class TrainConfig:
     def recipe(self) -> dict[str, Any]:
         """What a run depends on, by field, as JSON holds it; `from_recipe` is the way back."""
         values = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in PLACES}
-        return {**values, "betas": list(self.betas)}
+        # JSON has no infinity.
+        max_norm = None if math.isinf(self.max_norm) else self.max_norm
+        return {**values, "betas": list(self.betas), "max_norm": max_norm}
 
     @classmethod
     def from_recipe(cls, recipe: dict[str, Any], **places: Any) -> TrainConfig:
@@ -242,7 +244,9 @@ class TrainConfig:
         needed = {f.name for f in fields(cls)} - PLACES
         if set(recipe) != needed:
             raise ValueError(f"recipe has {sorted(recipe)}, {sorted(needed)} is needed")
-        return cls(**{**recipe, "betas": tuple(recipe["betas"])}, **places)
+        max_norm = math.inf if recipe["max_norm"] is None else recipe["max_norm"]
+        values = {**recipe, "betas": tuple(recipe["betas"]), "max_norm": max_norm}
+        return cls(**values, **places)
 
     @property
     def cores(self) -> int:

@@ -6,7 +6,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -109,8 +109,9 @@ class Metrics:
     def __enter__(self) -> Metrics:
         return self
 
-    def __exit__(self, *exception: object) -> None:
-        with _named(self.path):
+    def __exit__(self, exception: object, *_: object) -> None:
+        # What ends the run is not replaced by its consequence.
+        with _named(self.path) if exception is None else suppress(OSError):
             self.file.close()
 
     def record(self, **values: Any) -> None:
@@ -149,6 +150,13 @@ class Checkpoints:
 
     def __init__(self, folder: Path, keep: int, step: int | None = None) -> None:
         self.folder, self.keep, self.step = folder, keep, step
+        self.identity = self._identity()
+
+    def _identity(self) -> tuple[int, int]:
+        """Of the folder itself: its name may come to stand for another one."""
+        with _named(self.folder):
+            status = self.folder.stat()
+        return status.st_dev, status.st_ino
 
     @property
     def path(self) -> Path:
@@ -157,16 +165,13 @@ class Checkpoints:
     def save(self, step: int, write: Callable[[Path], None]) -> None:
         """Let `write(path)` make the newest checkpoint; at any moment there is a whole one.
 
-        Raises OSError that names the file and the checkpoint that is left.
+        Raises OSError that names the file or the folder.
         """
-        try:
-            if self.step is not None and self.keep > 1:
-                self._set_aside(self.folder / f"checkpoint-{self.step}.safetensors")
-            write(self.path)
-        except OSError as error:
-            whole = self.step is not None and self.path.exists()
-            left = f"; the checkpoint of step {self.step} is whole" if whole else ""
-            raise type(error)(f"{error}{left}") from error
+        if self._identity() != self.identity:
+            raise OSError(f"{self.folder}: is another folder than at the start of the run")
+        if self.step is not None and self.keep > 1:
+            self._set_aside(self.folder / f"checkpoint-{self.step}.safetensors")
+        write(self.path)
         self.step = step
         paths = earlier_checkpoints(self.folder)
         kept = [path for earlier, path in paths if earlier < step][-(self.keep - 1) :]
@@ -179,7 +184,7 @@ class Checkpoints:
     def _set_aside(self, path: Path) -> None:
         """Give the newest checkpoint a second name, under which it stays."""
         with _named(path):
-            if not self.path.exists() and self.folder.is_dir():
+            if not self.path.exists():
                 return  # somebody moved it away; that is no reason not to save
             path.unlink(missing_ok=True)
             try:

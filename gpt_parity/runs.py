@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -66,11 +67,13 @@ def _train(config: TrainConfig, checkpoint: Checkpoint | None) -> int:
         if checkpoint is not None and load_checkpoint(config.resume).step != checkpoint.step:
             raise ValueError(f"{config.resume}: another process went on with it, start once more")
         run = Run(config, corpus, dataset, trainer, total, sampler, checkpoint)
-        with run.metrics, run.display, run.stop:
-            code = run.finish()
-        if run.farewell:
-            print(run.farewell, file=sys.stderr)
-        return code
+        try:
+            # The display goes last: what it shows can be answered by a signal.
+            with run.metrics, run.stop, run.display:
+                return run.finish()
+        finally:
+            if run.farewell:
+                print(run.farewell, file=sys.stderr)
 
 
 def resumed(config: TrainConfig) -> tuple[TrainConfig, Checkpoint]:
@@ -84,8 +87,8 @@ def resumed(config: TrainConfig) -> tuple[TrainConfig, Checkpoint]:
     try:
         checkpoint = load_checkpoint(config.resume)
     except ValueError as error:
-        earlier = earlier_checkpoints(folder) if config.resume.is_dir() else []
-        hint = f"; --resume {earlier[-1][1]} is an earlier one" if earlier else ""
+        whole = _newest_whole(folder) if config.resume.is_dir() else None
+        hint = f"; --resume {whole} is an earlier one" if whole is not None else ""
         raise ValueError(f"{error}{hint}") from error
     if not (folder / CONFIG_NAME).is_file():
         raise ValueError(f"{folder}: holds no {CONFIG_NAME}, the folder of a run is needed")
@@ -99,8 +102,8 @@ def resumed(config: TrainConfig) -> tuple[TrainConfig, Checkpoint]:
         same = mine.resolve() == theirs.resolve() if name == "out" else mine == theirs
         if not same:
             raise ValueError(
-                f"{name} is {mine}, the run in {folder} has {theirs} and keeps it: of all that "
-                f"shapes a run, {', '.join(sorted(CHANGEABLE))} alone may change"
+                f"{name} is {mine}, the run in {folder} has {theirs} and keeps it; only "
+                f"{', '.join(sorted(CHANGEABLE))} may change on the way"
             )
     changes = {name: getattr(config, name) for name in config.given & CHANGEABLE}
     path = checkpoint.run.corpus.get("path")
@@ -112,6 +115,15 @@ def resumed(config: TrainConfig) -> tuple[TrainConfig, Checkpoint]:
             )
         changes["data"] = Path(path)
     return replace(before, resume=config.resume, **changes), checkpoint
+
+
+def _newest_whole(folder: Path) -> Path | None:
+    """The newest of the earlier checkpoints that can be read, None where there is none."""
+    for _, path in reversed(earlier_checkpoints(folder)):
+        with suppress(ValueError):
+            load_checkpoint(path)
+            return path
+    return None
 
 
 def _check_text(corpus: Corpus, checkpoint: Checkpoint) -> None:

@@ -56,11 +56,10 @@ class GPTTrainer:
                 value = self._backward(tokens, targets)
                 norm = self.optimizer.clip_grad_norm(self.max_norm)
             except FloatingPointError as error:
-                first = None
+                found = ""
                 if not isinstance(error, AnomalyError):  # which names it already
-                    first = first_non_finite(self.model, self.loss_fn, tokens, targets)
+                    found = self._first_non_finite(tokens, targets)
                 self.optimizer.zero_grad()
-                found = f"; first not finite: {first}" if first else ""
                 raise FloatingPointError(
                     f"training step {self.steps + 1}: {error}{found}; the weights are those before "
                     "it"
@@ -83,6 +82,12 @@ class GPTTrainer:
         loss = loss_of(tokens, targets)
         loss.backward()
         return loss.item()
+
+    def _first_non_finite(self, tokens: np.ndarray, targets: np.ndarray) -> str:
+        """Where it began, to be added to a message; empty where another run of it is finite."""
+        with np.errstate(over="ignore", invalid="ignore"):
+            first = first_non_finite(self.model, self.loss_fn, tokens, targets)
+        return f"; first not finite: {first}" if first else ""
 
     def train(
         self, dataset: CharDataset, epochs: int, scheduler: Callable[[int], float], *,
@@ -126,11 +131,9 @@ class GPTTrainer:
                 logits = self.model(tokens)
                 loss = self.loss_fn(logits, targets).item()
             if not math.isfinite(loss):
-                with np.errstate(over="ignore", invalid="ignore"):
-                    first = first_non_finite(self.model, self.loss_fn, tokens, targets)
                 raise FloatingPointError(
-                    f"test batch {number}: loss: got {loss}, needed a finite number; first not "
-                    f"finite: {first}"
+                    f"test batch {number}: loss: got {loss}, needed a finite number"
+                    f"{self._first_non_finite(tokens, targets)}"
                 )
             predictions.append(as_array(logits).argmax(axis=-1))  # (B, T)
             losses.append(loss * targets.size)

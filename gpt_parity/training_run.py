@@ -86,23 +86,36 @@ class Run:
         except BrokenPipeError:
             self.save()
             raise
-        except FloatingPointError as error:
-            raise FloatingPointError(
-                f"{error}; the last checkpoint, {self.checkpoints.path}, is of step "
-                f"{self.checkpoints.step}"
-            ) from error
+        except (FloatingPointError, OSError) as error:
+            raise type(error)(f"{error}{self._left()}") from error
         except Stop as signal_seen:
-            self.save()
-            self.farewell = (
-                f"gpt-parity: stopped by {signal_seen} after step {trainer.steps} of {self.total}; "
-                f"go on with: {self._resume_command()}"
-            )
+            self._stop(signal_seen)
             return 128 + signal_seen.number
+        except (KeyboardInterrupt, SystemExit):  # a second signal
+            self.farewell = f"gpt-parity: stopped at once{self._left()}"
+            raise
         validations = self.metrics.validations()
         if len(validations) > 1:
             print("\n".join(validation_table(validations)))
         print(f"test loss {loss:.4f} over {self.dataset.batch_count('test')} batches")
         return 0
+
+    def _stop(self, signal_seen: Stop) -> None:
+        try:
+            self.save()
+        except OSError as error:
+            raise type(error)(f"{error}{self._left()}") from error
+        self.farewell = (
+            f"gpt-parity: stopped by {signal_seen} after step {self.trainer.steps} of "
+            f"{self.total}; go on with: {self._resume_command()}"
+        )
+
+    def _left(self) -> str:
+        """Which checkpoint there is to go on from, to be added to why the run ended."""
+        step = self.checkpoints.step
+        if step is None or not self.checkpoints.path.is_file():
+            return ""
+        return f"; the last checkpoint, {self.checkpoints.path}, is of step {step}"
 
     def _announce(self) -> None:
         print(_corpus_line(self.corpus, self.model_config))

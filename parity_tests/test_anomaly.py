@@ -121,6 +121,34 @@ def test_a_weight_that_is_not_finite_comes_first(backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+def test_a_loss_alone_is_named(backend: str) -> None:
+    model, loss_fn = build(backend)
+
+    def infinite(logits: Any, targets: np.ndarray) -> Any:
+        return loss_fn(logits, targets) * 1e39  # beyond float32
+
+    with np.errstate(over="ignore", invalid="ignore"):
+        assert first_non_finite(model, infinite, TOKENS, TOKENS) == "loss"
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_gradient_of_a_parameter_alone_is_named(backend: str) -> None:
+    """Gradients of the logits can be held, but not their products with large activations."""
+    model, loss_fn = build(
+        backend, output__output__weight=1e-6, transformers__1__feed_forward__output__weight=1e6
+    )
+
+    def scaled(logits: Any, targets: np.ndarray) -> Any:
+        return loss_fn(logits, targets) * 1e36
+
+    with np.errstate(over="ignore", invalid="ignore"):
+        name = first_non_finite(model, scaled, TOKENS, TOKENS)
+    assert re.fullmatch(r"gradient of output\.output\.weight \(\d+ of 30 values\)", name or ""), (
+        name
+    )
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_a_fill_of_minus_infinity_is_no_anomaly(backend: str) -> None:
     config = GPTConfig(5, 4, 6, 1, mask_value=float("-inf"))
     model, loss_fn = build_model(backend, config), load_backend(backend).GPTLoss()

@@ -152,9 +152,9 @@ def test_the_last_line_of_metrics_is_the_mean_of_its_own_steps() -> None:
     dataset = CharDataset(corpus.text, context_size=8, batch_size=4)
     trainer = new_trainer(config, config.model(dataset.vocab_size))
     run = Run(config, corpus, dataset, trainer, 5, np.random.RandomState(0), None)
-    for step, loss in enumerate((5.0, 1.0, 2.0, 4.0, 9.0), start=1):
-        run.after_step(step, StepResult(loss, 0.5, 0.25))
-    run.metrics.__exit__()
+    with run.metrics:
+        for step, loss in enumerate((5.0, 1.0, 2.0, 4.0, 9.0), start=1):
+            run.after_step(step, StepResult(loss, 0.5, 0.25))
     lines = [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()]
     assert [(m["step"], m["loss"]) for m in lines] == [(2, 3.0), (4, 3.0), (5, 9.0)]
 
@@ -255,7 +255,7 @@ def test_progress_on_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     leader, follower = pty.openpty()
     environment = {**os.environ, "PYTHONPATH": str(CHECKOUT), "TERM": "xterm", "COLUMNS": "120"}
     process = subprocess.Popen(
-        [sys.executable, "-m", "gpt_parity.cli", "train", "--data", "text.txt", "--out", "run",
+        [sys.executable, "-m", "gpt_parity", "train", "--data", "text.txt", "--out", "run",
          *SMALL, "--max-steps", "4000", "--epochs", "1000", "--eval-every", "2000"],
         stdout=follower, stderr=subprocess.PIPE, env=environment,
     )  # fmt: skip
@@ -271,6 +271,40 @@ def test_progress_on_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", seen.decode())  # without colours
     assert re.search(r"/4000 loss \d\.\d{4}  [\d,]+ tokens/s  \d+:\d\d left", text)
     assert "step 2000  validation loss " in text and "over 3 batches" in text
+
+
+@pytest.mark.skipif(os.name != "posix", reason="needs a pseudo-terminal: run on Linux or macOS")
+def test_a_signal_under_a_live_bar_leaves_the_command_that_goes_on() -> None:
+    """Bar and last line on one terminal: the line stands alone, whatever the bar drew."""
+    import pty
+
+    leader, follower = pty.openpty()
+    environment = {**os.environ, "PYTHONPATH": str(CHECKOUT), "TERM": "xterm", "COLUMNS": "120"}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "gpt_parity", "train", "--data", "text.txt", "--out", "run",
+         *SMALL, "--epochs", "100000"],
+        stdout=follower, stderr=follower, env=environment,
+    )  # fmt: skip
+    os.close(follower)
+    seen = bytearray()
+    stopped = False
+    try:
+        while block := os.read(leader, 4096):
+            seen += block
+            if b"tokens/s" in seen and not stopped:
+                process.send_signal(signal.SIGINT)
+                stopped = True
+    except OSError:  # Linux reports the end of a terminal as an error
+        pass
+    os.close(leader)
+    assert process.wait() == 130
+    text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", seen.decode()).replace("\r\n", "\n")
+    last = text.rstrip("\n").splitlines()[-1]
+    step = load_checkpoint(Path("run")).step
+    assert re.fullmatch(
+        rf"gpt-parity: stopped by SIGINT after step {step} of \d+; go on with: gpt-parity train "
+        r"--resume run", last.rpartition("\r")[2],
+    ), last  # fmt: skip
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -581,6 +615,18 @@ def test_the_display_draws_by_the_clock_and_not_by_the_step(
             now[0] += 1000.0
         assert display.rate(200) == 200.0
     assert capsys.readouterr().out == "step 200/1000  loss 1.5000  200 tokens/s  0:40 left\n"
+
+
+def test_the_display_of_a_run_that_goes_on_counts_its_own_steps(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now = [100.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    with Display(total=1000, tokens_per_step=10, first=500) as display:
+        now[0] += 10.0
+        assert display.rate(700) == 200.0
+        display.show(700, 1.5)
+    assert capsys.readouterr().out == "step 700/1000  loss 1.5000  200 tokens/s  0:15 left\n"
 
 
 @pytest.mark.parametrize(("flags", "threads"), [((), 1), (("--threads", "2"), 2)])

@@ -55,7 +55,7 @@ def test_processes_and_hash_seeds_change_no_bit(backend: str, threads: str) -> N
     for hash_seed in ("0", "1"):
         out = f"run{hash_seed}"
         process = subprocess.run(
-            [sys.executable, "-m", "gpt_parity.cli", "train", "--backend", backend, "--threads",
+            [sys.executable, "-m", "gpt_parity", "train", "--backend", backend, "--threads",
              threads, "--out", out, *FLAGS],
             env={**os.environ, "PYTHONHASHSEED": hash_seed, "PYTHONPATH": str(CHECKOUT)},
             capture_output=True, text=True,

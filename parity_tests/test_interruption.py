@@ -118,7 +118,14 @@ def test_a_second_signal_ends_at_once(
     with monkeypatch.context() as patch:
         patch.setattr(Run, "save", twice)
         assert train("run") == 130
-    assert capsys.readouterr().err == ""
+    assert one_line(capsys) == "gpt-parity: stopped at once"
+    with monkeypatch.context() as patch:
+        after_step(3, twice, patch)
+        assert train("run", "--overwrite") == 130
+    assert one_line(capsys) == (
+        "gpt-parity: stopped at once; the last checkpoint, run/checkpoint.safetensors, is of step 2"
+    )
+    assert is_finished_by("run")
 
 
 @needs_posix
@@ -201,7 +208,7 @@ def test_a_full_disk_is_one_line_with_the_old_checkpoint_whole(
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert one_line(capsys) == (
         "gpt-parity: error: run/checkpoint.safetensors: cannot be written, File too large; the "
-        "checkpoint of step 2 is whole"
+        "last checkpoint, run/checkpoint.safetensors, is of step 2"
     )
     assert load_checkpoint(Path("run")).step == 2
     assert not list(Path("run").glob(".*"))
@@ -213,7 +220,7 @@ def test_a_disk_that_is_full_from_the_start_is_one_line() -> None:
     import resource
 
     process = subprocess.run(
-        [sys.executable, "-m", "gpt_parity.cli", "train", "--out", "run", *FLAGS],
+        [sys.executable, "-m", "gpt_parity", "train", "--out", "run", *FLAGS],
         env={**os.environ, "PYTHONPATH": str(CHECKOUT)}, capture_output=True, text=True,
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (10, 10)),
     )  # fmt: skip
@@ -237,7 +244,8 @@ def test_metrics_on_a_full_disk_are_one_line(
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert one_line(capsys) == (
-        "gpt-parity: error: run/metrics.jsonl: cannot be written, File too large"
+        "gpt-parity: error: run/metrics.jsonl: cannot be written, File too large; the last "
+        "checkpoint, run/checkpoint.safetensors, is of step 2"
     )
     assert load_checkpoint(Path("run")).step == 2
     assert main(["train", "--resume", "run"]) == 0
@@ -282,9 +290,26 @@ def test_a_folder_that_goes_away_is_one_line(
         after_step(3, lambda: Path("run").rename("away"), patch)
         assert train("run") == 2
     assert one_line(capsys) == (
-        "gpt-parity: error: run/checkpoint-2.safetensors: cannot be written, No such file or "
-        "directory"
+        "gpt-parity: error: run: cannot be written, No such file or directory"
     )
+    assert load_checkpoint(Path("away")).step == 2
+
+
+def test_another_folder_of_that_name_is_left_alone(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def exchange() -> None:
+        Path("run").rename("away")
+        Path("run").mkdir()
+        Path("run/notes.txt").write_text("mine")
+
+    with monkeypatch.context() as patch:
+        after_step(3, exchange, patch)
+        assert train("run") == 2
+    assert one_line(capsys) == (
+        "gpt-parity: error: run: is another folder than at the start of the run"
+    )
+    assert [path.name for path in Path("run").iterdir()] == ["notes.txt"]
     assert load_checkpoint(Path("away")).step == 2
 
 
@@ -336,7 +361,7 @@ def test_what_comes_back_from_the_disk_is_compared(
     assert one_line(capsys) == (
         "gpt-parity: error: run/checkpoint.safetensors: cannot be written, "
         "optimizer/exp_avg_sq/output.output.bias came back from the disk with other content than "
-        "was written; the checkpoint of step 1 is whole"
+        "was written; the last checkpoint, run/checkpoint.safetensors, is of step 1"
     )
     assert load_checkpoint(Path("run")).step == 1
     assert is_finished_by("run")

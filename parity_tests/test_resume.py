@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import signal
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import load, save
 
 from gpt_parity.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from gpt_parity.cli import main
@@ -289,17 +292,75 @@ def test_the_last_checkpoints_are_kept(
     assert load_checkpoint(Path("run")).step == 6
 
 
-def test_a_damaged_checkpoint_points_to_an_earlier_one(capsys: pytest.CaptureFixture[str]) -> None:
-    assert train("run") == 0
+@pytest.mark.parametrize(("damaged", "whole"), [([], 4), ([4], 3), ([2, 3, 4, 0], None)])
+def test_a_damaged_checkpoint_points_to_an_earlier_one(
+    damaged: list[int], whole: int | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train("run", "--keep", "9") == 0
     expected = results("run")
-    path = Path("run/checkpoint.safetensors")
-    path.write_bytes(path.read_bytes()[:-1])
+    for path in ["checkpoint", *(f"checkpoint-{step}" for step in damaged)]:
+        path = Path(f"run/{path}.safetensors")
+        path.write_bytes(path.read_bytes()[:-1])
     capsys.readouterr()
     assert resume("run") == 2
     error = capsys.readouterr().err
-    assert error.endswith("--resume run/checkpoint-4.safetensors is an earlier one\n"), error
-    assert resume("run/checkpoint-4.safetensors") == 0
+    if whole is None:
+        assert "--resume" not in error
+        return
+    assert error.endswith(f"--resume run/checkpoint-{whole}.safetensors is an earlier one\n"), error
+    assert resume(f"run/checkpoint-{whole}.safetensors") == 0
     assert results("run") == expected
+
+
+def test_checkpoints_before_and_after_a_resume_are_one_row(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """That of the step it went on from stays, those of steps it takes once more go."""
+
+    def steps() -> list[int]:
+        return [load_checkpoint(path).step for path in sorted(Path("run").glob("checkpoint-*"))]
+
+    with monkeypatch.context() as patch:
+        kill_at(5, signal.SIGINT, patch)
+        assert train("run", "--keep", "9") == 130
+    assert steps() == [0, 2, 3, 4]
+    assert resume("run") == 0
+    assert steps() == [0, 2, 3, 4, 5]
+    with monkeypatch.context() as patch:
+        kill_at(4, signal.SIGINT, patch)
+        assert resume("run/checkpoint-2.safetensors") == 130
+    assert steps() == [0, 2, 3] and load_checkpoint(Path("run")).step == 4
+
+
+def test_metrics_are_on_the_disk_before_the_checkpoint_that_counts_them(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And the new name of the checkpoint before the run goes on."""
+    events: list[str] = []
+    fsync, replace_file = os.fsync, os.replace
+
+    def synced(descriptor: int) -> None:
+        fsync(descriptor)
+        status = os.fstat(descriptor)
+        paths = [
+            path
+            for path in (Path("run"), *Path("run").iterdir())
+            if (path.stat().st_dev, path.stat().st_ino) == (status.st_dev, status.st_ino)
+        ]
+        events.append("partial" if paths[0].name.endswith(".part") else paths[0].name)
+
+    def replaced(source: Path, target: Path) -> None:
+        replace_file(source, target)
+        events.append(f"to {Path(target).name}")
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(os, "replace", replaced)
+    assert train("run", "--keep", "1") == 0
+    checkpoint = ["metrics.jsonl", "partial", "to checkpoint.safetensors", "run"]
+    checkpoints = 5 * checkpoint  # of the steps 0, 2, 3, 4 and 6
+    assert events == [
+        "partial", "to config.json", "run", *checkpoints, "partial", "to sample.txt", "run",
+    ]  # fmt: skip
 
 
 # --- refusals -------------------------------------------------------------------------------------
@@ -318,8 +379,15 @@ def refused(capsys: pytest.CaptureFixture[str], folder: str, *flags: str) -> str
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--seed", "42"], "seed is 42, the run in run has 7 and keeps it"),
+        (
+            ["--seed", "42"],
+            "seed is 42, the run in run has 7 and keeps it; only anomaly, backend, "
+            "data, keep, save_every, threads may change on the way",
+        ),
         (["--max-steps", "9"], "max_steps is 9, the run in run has 6"),
+        (["--log-every", "9"], "log_every is 9, the run in run has 4"),
+        (["--eval-every", "2"], "eval_every is 2, the run in run has 3"),
+        (["--max-norm", "inf"], "max_norm is inf, the run in run has 1.0"),
         (["--dtype", "float64"], "dtype is float64"),
         (["--betas", "0.9", "0.99"], r"betas is (0.9, 0.99), the run in run has (0.9, 0.999)"),
         (["--out", "other"], "out is other, the run in run has run"),
@@ -363,20 +431,87 @@ def test_a_model_alone_is_no_run(capsys: pytest.CaptureFixture[str]) -> None:
     assert refused(capsys, "run").startswith("run: holds a model alone")
 
 
-@pytest.mark.parametrize("changes", [{"epoch": 1}, {"batch": 0}, {"total_steps": 7}])
+@pytest.mark.parametrize(
+    ("step", "changes"),
+    [(6, {"epoch": 1}), (6, {"batch": 0}), (6, {"total_steps": 7}), (7, {"batch": 7})],
+)
 def test_positions_that_contradict_each_other_are_refused(
-    changes: dict[str, int], capsys: pytest.CaptureFixture[str]
+    step: int, changes: dict[str, int], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert train("run") == 0
     saved = load_checkpoint(Path("run"))
+    assert (saved.run.epoch, saved.run.batch) == (0, 6)
     config = TrainConfig.from_recipe(saved.run.recipe)
     trainer = new_trainer(config, saved.config)
     save_checkpoint(
         Path("run/checkpoint.safetensors"), trainer.model, config=saved.config,
-        vocabulary=saved.vocabulary, step=saved.step, optimizer=trainer.optimizer,
+        vocabulary=saved.vocabulary, step=step, optimizer=trainer.optimizer,
         run=replace(saved.run, **changes),
     )  # fmt: skip
-    assert refused(capsys, "run").startswith("checkpoint of step 6: epoch, batch and total steps")
+    assert refused(capsys, "run").startswith(
+        f"checkpoint of step {step}: epoch, batch and total steps"
+    )
+
+
+def rewrite(arrays: Callable[[dict[str, Any]], Any], run: Callable[[dict[str, Any]], Any]) -> None:
+    """Change the checkpoint of the folder "run" by hand."""
+    path = Path("run/checkpoint.safetensors")
+    data = path.read_bytes()
+    tensors = load(data)
+    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+    manifest = json.loads(header["__metadata__"]["manifest"])
+    arrays(tensors)
+    run(manifest["run"])
+    path.write_bytes(save(tensors, metadata={"manifest": json.dumps(manifest)}))
+
+
+def nothing(_: dict[str, Any]) -> None:
+    pass
+
+
+@pytest.mark.parametrize(
+    ("arrays", "run", "message"),
+    [
+        (nothing, lambda r: r["recipe"].update(embedding_size=4),
+         "manifest: run is of (GPTConfig(vocab_size="),
+        (nothing, lambda r: r["recipe"].update(backend="torch"), "manifest: run is of (GPTConfig("),
+        (nothing, lambda r: r["recipe"].pop("seed"), "recipe has ["),
+        (nothing, lambda r: r["recipe"].update(heads=2), "recipe has ["),
+        (nothing, lambda r: r["recipe"].update(keep=0), "keep is 0, at least 1 is needed"),
+        (nothing, lambda r: r.pop("loss_sum"), "manifest: run has ["),
+        (nothing, lambda r: r.update(corpus={}), "corpus: name is None"),
+        (lambda a: a.pop("state/random/sample"), nothing, "random: sample missing"),
+        (lambda a: a.update({"state/random/sample": a["state/random/sample"][1:]}), nothing,
+         "random: sample has shape (624,), (625,) is needed"),
+        (lambda a: a["state/random/sample"].__setitem__(624, 625), nothing,
+         "random: sample is at place 625, at most 624 is needed"),
+        (lambda a: [a.pop(name) for name in list(a) if name.startswith(("optimizer/", "state/s"))],
+         nothing, "manifest: run is one without an optimizer"),
+    ],
+)  # fmt: skip
+def test_a_state_that_cannot_be_that_of_the_run_is_refused(
+    arrays: Callable[[dict[str, Any]], Any], run: Callable[[dict[str, Any]], Any], message: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    assert train("run", "--keep", "1") == 0
+    rewrite(nothing, nothing)
+    assert load_checkpoint(Path("run")).step == 6  # it is the change that is refused
+    rewrite(arrays, run)
+    assert refused(capsys, "run").startswith(f"run/checkpoint.safetensors: {message}")
+
+
+def test_an_unbounded_norm_is_json_too(capsys: pytest.CaptureFixture[str]) -> None:
+    assert train("run", "--max-norm", "inf") == 0
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(constant)
+
+    recipe = json.loads(Path("run/config.json").read_text(), parse_constant=refuse)["train"]
+    assert recipe["max_norm"] is None
+    assert TrainConfig.from_recipe(load_checkpoint(Path("run")).run.recipe).max_norm == math.inf
+    expected = results("run")
+    assert resume("run/checkpoint-4.safetensors", "--max-norm", "inf") == 0
+    assert results("run") == expected
 
 
 @pytest.mark.skipif(os.name != "posix", reason="needs file locks: run on Linux or macOS")

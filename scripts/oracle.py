@@ -5,7 +5,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # where nothing is installed
 
-from gpt_parity.cli import main
+from gpt_parity.__main__ import main
 
 if __name__ == "__main__":
     sys.exit(main(["oracle", *sys.argv[1:]]))

@@ -158,7 +158,7 @@ def generation(config: BenchConfig) -> tuple[Any, Section]:
 def oracle(config: BenchConfig) -> tuple[Any, Section]:
     """Seconds of `oracle export` and `oracle check` as commands."""
     section = Section("Oracle at the source size, seconds of wall time", ["command", "median"])
-    program = ["-m", "gpt_parity.cli"]
+    program = ["-m", "gpt_parity"]
     with tempfile.TemporaryDirectory() as folder:
         reference, right, wrong = (
             str(Path(folder) / name) for name in ("reference.safetensors", "right.npz", "wrong.npz")

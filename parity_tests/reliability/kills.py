@@ -145,7 +145,7 @@ def killed_while_training(kills: int, seed: int, folder: Path) -> dict[str, Any]
 
     def start(*arguments: str) -> subprocess.Popen[bytes]:
         return subprocess.Popen(
-            [sys.executable, "-m", "gpt_parity.cli", "train", *arguments], cwd=folder,
+            [sys.executable, "-m", "gpt_parity", "train", *arguments], cwd=folder,
             env={**os.environ, "PYTHONPATH": str(CHECKOUT), "OMP_NUM_THREADS": "1"},
             stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         )  # fmt: skip
