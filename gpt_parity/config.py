@@ -333,8 +333,7 @@ class VerifyConfig:
                     f"{name} is {getattr(self, name)}, at most {MOST_LOCKSTEPS} are needed"
                 )
         require_integer("processes", self.processes, 1)
-        if self.json is not None and (self.json.is_dir() or not self.json.parent.is_dir()):
-            raise ValueError(f"json is {self.json}, a file in a folder that exists is needed")
+        require_place("json", self.json)
         if require_integer("seed", self.seed, 0) >= 2**32:
             raise ValueError(f"seed is {self.seed}, less than 2**32 is needed")
 
@@ -388,9 +387,7 @@ class BenchConfig:
         if self.json is not None and self.json == self.report:
             raise ValueError(f"json and report are both {self.json}, two files are needed")
         for name in ("json", "report"):
-            path = getattr(self, name)
-            if path is not None and (path.is_dir() or not path.parent.is_dir()):
-                raise ValueError(f"{name} is {path}, a file in a folder that exists is needed")
+            require_place(name, getattr(self, name))
 
 
 @dataclass(frozen=True)
@@ -517,6 +514,14 @@ def require_threads(count: int) -> None:
     """Raise ValueError unless that many threads can be asked for."""
     if require_integer("threads", count, 1) > MOST_THREADS:
         raise ValueError(f"threads is {count}, at most {MOST_THREADS} are needed")
+
+
+def require_place(name: str, path: Path | None) -> None:
+    """Raise ValueError unless a file can be made at `path`, or replaced; None is no place."""
+    if path is not None and (
+        not path.parent.is_dir() or (path.exists() and not path.is_file())
+    ):  # fmt: skip
+        raise ValueError(f"{name} is {path}, a file in a folder that exists is needed")
 
 
 def require_choices(config: object) -> None:

@@ -93,7 +93,9 @@ def _git(*arguments: str) -> str | None:
 def command_line(argv: Sequence[str]) -> str:
     """Return `argv` quoted for a shell, without the absolute paths of this machine."""
     program, *arguments = argv or [""]
-    return shlex.join([Path(program).name, *map(portable, arguments)])
+    path = Path(program)
+    names = ["python", "-m", path.parent.name] if path.name == "__main__.py" else [path.name]
+    return shlex.join([*names, *map(portable, arguments)])
 
 
 def portable(argument: str) -> str:

@@ -556,6 +556,8 @@ def test_provenance_names_no_place_of_this_machine(tmp_path: Path) -> None:
     here = Path.cwd()
     argv = ["/opt/bin/gpt-parity", "train", "--data", str(here / "a b.txt"), "--out=/srv/x/run"]
     assert command_line(argv) == "gpt-parity train --data 'a b.txt' --out=run"
+    argv = ["/somewhere/gpt_parity/__main__.py", "train"]
+    assert command_line(argv) == "python -m gpt_parity train"
     facts = provenance(argv)
     assert str(here) not in json.dumps(facts) and str(CHECKOUT) not in json.dumps(facts)
     assert facts == json.loads(json.dumps(facts)) == provenance(argv)

@@ -168,6 +168,11 @@ def test_two_processes_give_what_one_gives(text: Path) -> None:
         (["--processes", "0"], "processes"),
         (["--checkpoint", "nowhere"], "nowhere"),
         (["--json", "nowhere/v.json"], "nowhere/v.json"),
+        (["--json", "."], "json is ., a file"),
+        (["--json", "/dev/null"], "json is /dev/null, a file in a folder that exists is needed"),
+        (["--data", "/dev/zero"], "/dev/zero: cannot be read, is a device"),
+        (["--checkpoint", "/dev/zero"], "/dev/zero: is no regular file"),
+        (["--json", ""], "a path is needed"),
         (["--sted", "1"], "--sted"),
     ],
 )
