@@ -26,6 +26,7 @@ from gpt_parity.config import (
     TrainConfig,
     VerifyConfig,
 )
+from gpt_parity.lessons.config import ExplainConfig, FillValueConfig, LockstepConfig
 from gpt_parity.provenance import package_version
 
 if TYPE_CHECKING:
@@ -87,6 +88,17 @@ def generate(*, config: Annotated[GenerateConfig, Parameter(name="*")]) -> int:
 
 
 @app.command
+def explain(*, config: Annotated[ExplainConfig | None, Parameter(name="*")] = None) -> int:
+    """Walk through causal attention step by step, on numbers computed as you read.
+
+    Example: gpt-parity explain --tokens "the cat sat"
+    """
+    from gpt_parity.lessons.explain import run
+
+    return run(config or ExplainConfig(), PipeConsole())
+
+
+@app.command
 def verify(*, config: Annotated[VerifyConfig | None, Parameter(name="*")] = None) -> int:
     """Compare both models tensor by tensor, then in training: exit 0 within tolerance, else 1.
 
@@ -118,6 +130,17 @@ def verify(*, config: Annotated[VerifyConfig | None, Parameter(name="*")] = None
 
 
 @app.command
+def lockstep(*, config: Annotated[LockstepConfig | None, Parameter(name="*")] = None) -> int:
+    """Train two runs from the same weights, and show how far apart they drift, and why.
+
+    Example: gpt-parity lockstep --steps 500 --a numpy:float32 --b torch:float64
+    """
+    from gpt_parity.lessons.drift import run
+
+    return run(config or LockstepConfig(), PipeConsole())
+
+
+@app.command
 def bench(*, config: Annotated[BenchConfig | None, Parameter(name="*")] = None) -> int:
     """Time both backends side by side: steps, forward passes, generation, memory, the oracle.
 
@@ -134,6 +157,25 @@ oracle = App(
     default_parameter=Parameter(negative=(), converter=convert),
 )
 app.command(oracle)
+
+
+experiment = App(
+    name="experiment",
+    help="Experiments with the model of the source text.",
+    default_parameter=Parameter(negative=(), converter=convert),
+)
+app.command(experiment)
+
+
+@experiment.command
+def fill_value(*, config: Annotated[FillValueConfig | None, Parameter(name="*")] = None) -> int:
+    """Train the same model with several fills of its causal mask: what a leak looks like.
+
+    Example: gpt-parity experiment fill-value --values -1e9 -inf 0 -10
+    """
+    from gpt_parity.lessons.fill_value import run
+
+    return run(config or FillValueConfig(), PipeConsole())
 
 
 @oracle.command

@@ -191,9 +191,7 @@ class TrainConfig:
         require_choices(self)
         if self.resume is not None and self.overwrite:
             raise ValueError("resume and overwrite are both set, one of them is needed")
-        seed = require_integer("seed", self.seed, 0)
-        if seed >= 2**32:
-            raise ValueError(f"seed is {seed}, less than 2**32 is needed")
+        require_seed(self.seed)
         sizes = ("epochs", "batch_size", "context_size", "embedding_size", "blocks", "log_every",
                  "sample_tokens", "save_every", "keep")  # fmt: skip
         for name in sizes:
@@ -299,8 +297,7 @@ class GenerateConfig:
             raise ValueError(f"temperature is {self.temperature}, 0 or more is needed")
         if self.top_k is not None:
             require_integer("top_k", self.top_k, 1)
-        if require_integer("seed", self.seed, 0) >= 2**32:
-            raise ValueError(f"seed is {self.seed}, less than 2**32 is needed")
+        require_seed(self.seed)
         require_threads(self.threads)
 
 
@@ -323,6 +320,8 @@ class VerifyConfig:
     """Seed of the initial weights; without effect on those of a checkpoint."""
     json: Path | None = None
     """Also write every figure to this file."""
+    html: Path | None = None
+    """Also write a page with tables and pictures to this file."""
     processes: int = 2
     """Processes for the training; 1 does all work in one."""
 
@@ -333,9 +332,9 @@ class VerifyConfig:
                     f"{name} is {getattr(self, name)}, at most {MOST_LOCKSTEPS} are needed"
                 )
         require_integer("processes", self.processes, 1)
-        require_place("json", self.json)
-        if require_integer("seed", self.seed, 0) >= 2**32:
-            raise ValueError(f"seed is {self.seed}, less than 2**32 is needed")
+        for name in ("json", "html"):
+            require_place(name, getattr(self, name))
+        require_seed(self.seed)
 
 
 BenchPart = Literal[
@@ -470,8 +469,7 @@ class ExportConfig:
                 require_integer(name, getattr(self, name), 1)
         if require_integer("steps", self.steps, 0) > MOST_BUNDLE_STEPS:
             raise ValueError(f"steps is {self.steps}, at most {MOST_BUNDLE_STEPS} are needed")
-        if require_integer("seed", self.seed, 0) >= 2**32:
-            raise ValueError(f"seed is {self.seed}, less than 2**32 is needed")
+        require_seed(self.seed)
         # The same ranges as in training.
         TrainConfig(min_learning_rate=self.learning_rate, **self.optimizer)
 
@@ -508,12 +506,23 @@ class CheckConfig:
     """Judge only what matches this pattern, such as "grad/*bias"."""
     json: bool = False
     """Print the report as JSON."""
+    html: Path | None = None
+    """Also write a page with tables and pictures to this file."""
+
+    def __post_init__(self) -> None:
+        require_place("html", self.html)
 
 
 def require_threads(count: int) -> None:
     """Raise ValueError unless that many threads can be asked for."""
     if require_integer("threads", count, 1) > MOST_THREADS:
         raise ValueError(f"threads is {count}, at most {MOST_THREADS} are needed")
+
+
+def require_seed(seed: int) -> None:
+    """Raise ValueError unless a random generator can start from `seed`."""
+    if require_integer("seed", seed, 0) >= 2**32:
+        raise ValueError(f"seed is {seed}, less than 2**32 is needed")
 
 
 def require_place(name: str, path: Path | None) -> None:

@@ -292,7 +292,7 @@ def test_what_cannot_be_written_is_known_before_the_measurement(
     page = tmp_path / "page.md"
     page.write_bytes(b"\xff")
     assert main(["bench", "--parts", "start", "--report", str(page)]) == 2
-    monkeypatch.setattr("gpt_parity.bench.growth.importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("gpt_parity.plots.importlib.util.find_spec", lambda name: None)
     assert main(["bench", "--parts", "growth", "--report", str(tmp_path / "new.md")]) == 2
     undecodable, missing = capsys.readouterr().err.splitlines()
     assert "can't decode byte 0xff" in undecodable and "needs matplotlib; install it" in missing

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
-import io
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from gpt_parity.config import GPTConfig, Preset
-from gpt_parity.files import write_atomically
+from gpt_parity.plots import draw
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 BASE = {"T": 64, "E": 128, "B": 8, "blocks": 2}
 AXES = {
@@ -62,28 +63,11 @@ def growth_section(figures: dict[str, Any]) -> tuple[str, list[str], list[list[s
     ]  # fmt: skip
 
 
-def require_matplotlib() -> None:
-    """Raise ValueError with the way to install it where matplotlib cannot be imported."""
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ValueError(
-            "the plot of growth needs matplotlib; install it with: python -m pip install "
-            '-c constraints.txt -e ".[plots]" (in a checkout), or leave out --report'
-        )
-
-
 def plot_growth(figures: dict[str, Any], path: Path) -> None:
     """Time of a step over each size, beside the operations scaled to the largest; an SVG file."""
-    import matplotlib
 
-    matplotlib.use("svg")
-    import matplotlib.pyplot as plt
-
-    # No date and no random ids: the same figures give the same file.
-    settings = {"svg.hashsalt": "gpt-parity", "svg.fonttype": "path"}
-    with matplotlib.rc_context(settings):
-        figure, axes = plt.subplots(
-            1, len(figures), figsize=(3.2 * len(figures), 3.0), sharey=True, squeeze=False
-        )
+    def plot(figure: Figure) -> None:
+        axes = figure.subplots(1, len(figures), sharey=True, squeeze=False)
         for axis, (name, points) in zip(axes[0], figures.items(), strict=True):
             values = [point["value"] for point in points]
             seconds = np.array([point["seconds"] for point in points])
@@ -95,8 +79,5 @@ def plot_growth(figures: dict[str, Any], path: Path) -> None:
             axis.set_xlabel(name)
         axes[0, 0].set_ylabel("milliseconds")
         axes[0, 0].legend()
-        figure.tight_layout()
-        image = io.BytesIO()
-        figure.savefig(image, format="svg", metadata={"Date": None})
-        plt.close(figure)
-    write_atomically(path, image.getvalue())
+
+    draw(path, plot, (3.2 * len(figures), 3.0))

@@ -12,12 +12,13 @@ from rich.console import Console
 from rich.table import Table
 
 from gpt_parity.backends import load_backend
-from gpt_parity.bench.growth import plot_growth, require_matplotlib
+from gpt_parity.bench.growth import plot_growth
 from gpt_parity.bench.parts import PARTS, Section
 from gpt_parity.config import BenchConfig
 from gpt_parity.corpus import read_corpus
 from gpt_parity.files import write_atomically
 from gpt_parity.machine import available_cores
+from gpt_parity.plots import require_matplotlib
 from gpt_parity.provenance import cpu_model, provenance
 from gpt_parity.record import record
 
@@ -36,7 +37,7 @@ def run(config: BenchConfig, console: Console) -> int:
         read_corpus(config.data)  # an error now, not after the measurements before it
     if config.report is not None:
         if "growth" in config.parts:
-            require_matplotlib()
+            require_matplotlib("--report with the part growth")
         if config.report.exists():
             config.report.read_text(encoding="utf-8")  # an error now, not after the measurement
     facts, load = provenance(), load_average()

@@ -1,0 +1,144 @@
+"""What can be chosen in the commands that teach: walk-through, experiment, microscope."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from gpt_parity.config import (
+    MOST_LOCKSTEPS,
+    Backend,
+    require_choices,
+    require_place,
+    require_seed,
+)
+from gpt_parity.plots import require_format, require_matplotlib
+from gpt_parity.schedule import require_integer
+
+
+def require_plot(path: Path | None) -> None:
+    """Raise ValueError unless a drawing can be written there; None is no drawing."""
+    if path is not None:
+        require_format("plot", path)
+        require_place("plot", path)
+        require_matplotlib("--plot")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExplainConfig:
+    """Which numbers to walk through causal attention with: random ones, or a trained model's.
+
+    Raises ValueError for values out of range, TypeError for values of another type.
+    """
+
+    tokens: str | None = None
+    """Words that label the positions, such as "the cat sat"; they set the length too."""
+    seq_len: int | None = None
+    """Number of positions; by default that of the words, else 4."""
+    d_k: int = 64
+    """Width of queries, keys and values."""
+    seed: int = 42
+    """Seed of the random queries, keys and values."""
+    checkpoint: Path | None = None
+    """Folder of a run, or a checkpoint file: show the attention of this model instead."""
+    prompt: str | None = None
+    """Text that the model of --checkpoint reads."""
+    plot: Path | None = None
+    """Also draw each stage as a heat map into this file (.png or .svg)."""
+
+    def __post_init__(self) -> None:
+        require_seed(self.seed)
+        require_integer("d_k", self.d_k, 1)
+        words = None if self.tokens is None else len(self.tokens.split())
+        if words == 0:
+            raise ValueError("tokens is empty, at least one word is needed")
+        if self.seq_len is not None:
+            require_integer("seq_len", self.seq_len, 1)
+            if words not in (None, self.seq_len):
+                raise ValueError(f"seq_len is {self.seq_len}, {words} is needed for these tokens")
+        if (self.checkpoint is None) != (self.prompt is None):
+            given, missing = ("prompt", "checkpoint")[:: 1 if self.checkpoint is None else -1]
+            raise ValueError(f"{given} is given without {missing}, both are needed")
+        if self.prompt == "":
+            raise ValueError("prompt is empty, at least one character is needed")
+        require_plot(self.plot)
+
+    @property
+    def length(self) -> int:
+        """Number of positions, T."""
+        if self.tokens is not None:
+            return len(self.tokens.split())
+        return 4 if self.seq_len is None else self.seq_len
+
+
+@dataclass(frozen=True, kw_only=True)
+class FillValueConfig:
+    """Which fills of the causal mask to train with, and for how long.
+
+    Raises ValueError for values out of range, TypeError for values of another type.
+    """
+
+    values: Annotated[
+        tuple[float, ...], Parameter(consume_multiple=True, allow_leading_hyphen=True)
+    ] = (-1e9, -math.inf, 0.0, -10.0)
+    """Fills to compare, each with a model of its own."""
+    data: Path | None = None
+    """UTF-8 text; without it data/tinyshakespeare.txt, or else a text that comes with Python."""
+    steps: int = 3000
+    """Training steps of each model."""
+    backend: Backend = "numpy"
+    """Which implementation trains."""
+    seed: int = 42
+    """Seed of the initial weights, the same for all."""
+    plot: Path | None = None
+    """Also draw the losses into this file (.png or .svg)."""
+    json: Path | None = None
+    """Also write every figure to this file."""
+
+    def __post_init__(self) -> None:
+        require_choices(self)
+        if not self.values:
+            raise ValueError("values is empty, at least one fill is needed")
+        for value in self.values:
+            if math.isnan(value) or value == math.inf:
+                raise ValueError(f"values has {value}, numbers below infinity are needed")
+        if len(set(self.values)) < len(self.values):
+            raise ValueError(f"values has {list(self.values)}, each fill once is needed")
+        require_integer("steps", self.steps, 1)
+        require_seed(self.seed)
+        require_plot(self.plot)
+        require_place("json", self.json)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LockstepConfig:
+    """Which two runs to train side by side, and for how long.
+
+    Raises ValueError for values out of range, TypeError for values of another type.
+    """
+
+    steps: int = 1000
+    """Training steps of each run; the learning rate's schedule ends with them."""
+    a: str = "numpy:float32"
+    """One run, BACKEND:DTYPE or BACKEND:DTYPE:THREADS."""
+    b: str = "torch:float64"
+    """The other run, from the same weights and on the same batches."""
+    data: Path | None = None
+    """UTF-8 text; without it data/tinyshakespeare.txt, or else a text that comes with Python."""
+    seed: int = 42
+    """Seed of the initial weights."""
+    plot: Path | None = None
+    """Also draw the distances and the envelope into this file (.png or .svg)."""
+    json: Path | None = None
+    """Also write every figure to this file."""
+
+    def __post_init__(self) -> None:
+        if require_integer("steps", self.steps, 1) > MOST_LOCKSTEPS:
+            raise ValueError(f"steps is {self.steps}, at most {MOST_LOCKSTEPS} are needed")
+        require_seed(self.seed)
+        require_plot(self.plot)
+        require_place("json", self.json)
