@@ -153,9 +153,9 @@ def read_safetensors(path: Path) -> tuple[Arrays, str | None]:
 
 
 def _read_safetensors(path: Path, bfloat16: bool) -> tuple[Arrays, str | None]:
+    _require_regular(path)  # first: opening a pipe would wait
     with path.open("rb"):  # an error of the system is told as one
         pass
-    _require_regular(path)
     try:
         _check_header(path)
         with safe_open(path, framework="numpy") as file:

@@ -22,7 +22,7 @@ from gpt_parity.backends import backend_of, build_model
 from gpt_parity.config import BACKENDS, DTYPES, GPTConfig, TrainConfig
 from gpt_parity.corpus import CharTokenizer
 from gpt_parity.files import write_atomically
-from gpt_parity.manifest import one_line, parse_manifest, some
+from gpt_parity.manifest import one_line, parse_manifest, shown, some
 from gpt_parity.schedule import require_integer
 from gpt_parity.weights import check_arrays, get_weights, named_parameters, set_weights
 
@@ -35,6 +35,7 @@ KINDS = {
     "provenance": dict,
 }  # fmt: skip
 WEIGHTS, STEPS, RANDOM = "model/", "state/steps/", "state/random/"
+LONGEST_PATH = 4096
 GENERATOR_SHAPE = (625,)  # the 624 words of a Mersenne Twister, and the place in them
 
 
@@ -77,6 +78,18 @@ class TrainingRun:
         ):  # fmt: skip
             if not isinstance(self.corpus.get(name), kind):
                 raise ValueError(f"corpus: {name} is {self.corpus.get(name)!r}, {kind} is needed")
+        path = self.corpus["path"]
+        if path is not None and not 0 < len(path) <= LONGEST_PATH:
+            raise ValueError(
+                f"corpus: path has {len(path)} characters, 1 to {LONGEST_PATH} are needed"
+            )
+        for entry in self.history:
+            if not isinstance(entry, dict) or not all(
+                isinstance(value, int | str | None) for value in entry.values()
+            ):
+                raise ValueError(
+                    f"history has {shown(entry)}, integers and texts by name are needed"
+                )
 
     @property
     def manifest(self) -> dict[str, Any]:

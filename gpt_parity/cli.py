@@ -26,6 +26,7 @@ from gpt_parity.config import (
     TrainConfig,
     VerifyConfig,
 )
+from gpt_parity.display import discard, say
 from gpt_parity.lessons.config import ExplainConfig, FillValueConfig, LockstepConfig
 from gpt_parity.provenance import package_version
 
@@ -237,11 +238,11 @@ def run_app(app: App, argv: Sequence[str] | None = None) -> int:
             sys.stdout.flush()
         return result if isinstance(result, int) else 0
     except BrokenPipeError:
-        _discard_output()
+        discard(sys.stdout)
         return 128 + 13
     except USER_ERRORS as error:
         message = " ".join(str(error).split()) or type(error).__name__
-        print(f"gpt-parity: error: {message}", file=sys.stderr)
+        say(f"gpt-parity: error: {message}")
         return 2
     except KeyboardInterrupt:
         return 130
@@ -282,11 +283,3 @@ def _utf8_output() -> Iterator[None]:
     finally:
         with suppress(OSError):  # a closed pipe was reported already
             stdout.reconfigure(encoding=encoding, errors=errors)
-
-
-def _discard_output() -> None:
-    """Keep the interpreter from writing to the closed pipe once more when it ends."""
-    with suppress(OSError, ValueError):
-        devnull = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(devnull, sys.stdout.fileno())
-        os.close(devnull)

@@ -242,6 +242,8 @@ class TrainConfig:
         needed = {f.name for f in fields(cls)} - PLACES
         if set(recipe) != needed:
             raise ValueError(f"recipe has {sorted(recipe)}, {sorted(needed)} is needed")
+        if not isinstance(recipe["betas"], list):
+            raise ValueError(f"betas is {recipe['betas']!r}, two numbers are needed")
         max_norm = math.inf if recipe["max_norm"] is None else recipe["max_norm"]
         values = {**recipe, "betas": tuple(recipe["betas"]), "max_norm": max_norm}
         return cls(**values, **places)

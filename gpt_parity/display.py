@@ -1,11 +1,13 @@
-"""Progress of a training run on the terminal, and its validation losses as a table."""
+"""What a run says: progress, its validation losses as a table, a last line."""
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from typing import TextIO
 
 SECONDS_BETWEEN_FRAMES = 0.25
 SECONDS_BETWEEN_LINES = 10.0
@@ -85,3 +87,21 @@ def validation_table(validations: Sequence[tuple[int, float]], rows: int = 20) -
         bar = "#" * (1 + round(40 * (loss - low) / span)) if span > 0 else "#"
         lines.append(f"{step:>{width}}  {loss:.4f}  {bar}")
     return lines
+
+
+def say(line: str) -> None:
+    """Write a line to stderr, if somebody is there to read it: the exit code counts more."""
+    if sys.stderr is None:
+        return
+    try:
+        print(line, file=sys.stderr, flush=True)
+    except (OSError, ValueError):
+        discard(sys.stderr)
+
+
+def discard(stream: TextIO) -> None:
+    """Keep the interpreter from writing to a closed pipe once more when it ends."""
+    with suppress(OSError, ValueError):
+        devnull = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(devnull, stream.fileno())
+        os.close(devnull)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 from collections.abc import Callable, Iterator
@@ -21,11 +22,12 @@ EARLIER_CHECKPOINT = re.compile(r"checkpoint-([0-9]+)\.safetensors")
 
 
 @contextmanager
-def new_folder(folder: Path, overwrite: bool) -> Iterator[None]:
-    """Make the folder of a run, empty of an earlier one, for this process alone.
+def new_folder(folder: Path, overwrite: bool) -> Iterator[list[Path]]:
+    """Make the folder of a run, for this process alone.
 
-    Raises ValueError if it holds a run and `overwrite` is not set, or if another process writes
-    it; OSError that names it if it cannot be written.
+    Gives the files of an earlier run, which stay until the new one has its first checkpoint.
+    Raises ValueError if there are any and `overwrite` is not set, or if another process writes
+    there; OSError that names the folder if it cannot be written.
     """
     with _named(folder):
         folder.mkdir(parents=True, exist_ok=True)
@@ -40,19 +42,17 @@ def new_folder(folder: Path, overwrite: bool) -> Iterator[None]:
                 "--overwrite is needed"
             )
         with _named(folder):
-            for name in held:
-                (folder / name).unlink()
             _clear(folder)
-        yield
+        yield [folder / name for name in held]
 
 
 @contextmanager
-def existing_folder(folder: Path) -> Iterator[None]:
+def existing_folder(folder: Path) -> Iterator[list[Path]]:
     """The folder of a run that goes on, for this process alone; raises as `new_folder`."""
     with _sole_writer(folder):
         with _named(folder):
             _clear(folder)
-        yield
+        yield []
 
 
 def _clear(folder: Path) -> None:
@@ -96,15 +96,19 @@ class Metrics:
     """metrics.jsonl: a line for each record, in the order of the steps.
 
     size: of a run that goes on, the bytes that were written at its checkpoint. What came later is
-    cut off, since it comes again. Raises OSError that names the file.
+    cut off, since it comes again, and so is half a line. `missing` counts the bytes that should
+    be there and are not. Raises OSError that names the file, also where it is a link or a pipe.
     """
 
     def __init__(self, path: Path, size: int = 0) -> None:
         self.path = path
+        if os.path.lexists(path) and (path.is_symlink() or not path.is_file()):
+            raise OSError(f"{path}: cannot be written, is no regular file")
         with _named(path):
             self.file = path.open("ab")
-            self.missing = max(0, size - self.file.tell())
-            self.file.truncate(min(size, self.file.tell()))
+            whole = path.read_bytes()[:size].rfind(b"\n") + 1
+            self.missing = size - whole
+            self.file.truncate(whole)
 
     def __enter__(self) -> Metrics:
         return self
@@ -129,16 +133,24 @@ class Metrics:
     def validations(self) -> list[tuple[int, float]]:
         """Steps and losses of the validations recorded so far."""
         self.flush()
-        lines = map(_record, self.path.read_bytes().splitlines())
-        return [(r["step"], r["loss"]) for r in lines if r.get("event") == "validation"]
+        try:
+            lines = self.path.read_bytes().splitlines()
+        except FileNotFoundError:  # somebody removed it
+            return []
+        records = map(_record, lines)
+        return [(r["step"], r["loss"]) for r in records if r.get("event") == "validation"]
 
 
 def _record(line: bytes) -> dict[str, Any]:
+    """A line that this program wrote; {} for any other, since other programs may write there."""
     try:
         record = json.loads(line)
-    except ValueError:  # other programs may write there too
+    except (ValueError, RecursionError):
         return {}
-    return record if isinstance(record, dict) and {"step", "loss"} <= set(record) else {}
+    if not isinstance(record, dict) or type(record.get("step")) is not int:
+        return {}
+    loss = record.get("loss")
+    return record if isinstance(loss, float) and math.isfinite(loss) else {}
 
 
 class Checkpoints:
@@ -186,11 +198,14 @@ class Checkpoints:
         with _named(path):
             if not self.path.exists():
                 return  # somebody moved it away; that is no reason not to save
+            newest = self.path.resolve()  # a link gives its place to a file
+            if path.exists() and path.samefile(newest):
+                return
             path.unlink(missing_ok=True)
             try:
-                os.link(self.path, path)
+                os.link(newest, path)
             except OSError:  # a file system without hard links
-                write_atomically(path, self.path.read_bytes())
+                write_atomically(path, newest.read_bytes())
 
 
 def earlier_checkpoints(folder: Path) -> list[tuple[int, Path]]:

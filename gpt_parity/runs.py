@@ -14,6 +14,7 @@ from gpt_parity.backends import thread_limit
 from gpt_parity.checkpoint import Checkpoint, load_checkpoint
 from gpt_parity.config import CHANGEABLE, GenerateConfig, TrainConfig
 from gpt_parity.corpus import CharDataset, Corpus, read_corpus
+from gpt_parity.display import say
 from gpt_parity.run_folder import CONFIG_NAME, earlier_checkpoints, existing_folder, new_folder
 from gpt_parity.training import new_trainer, stream
 from gpt_parity.training_run import Run
@@ -63,17 +64,17 @@ def _train(config: TrainConfig, checkpoint: Checkpoint | None) -> int:
 
     folder = config.run_folder
     opened = new_folder(folder, config.overwrite) if checkpoint is None else existing_folder(folder)
-    with opened:
+    with opened as stale:
         if checkpoint is not None and load_checkpoint(config.resume).step != checkpoint.step:
             raise ValueError(f"{config.resume}: another process went on with it, start once more")
-        run = Run(config, corpus, dataset, trainer, total, sampler, checkpoint)
+        run = Run(config, corpus, dataset, trainer, total, sampler, checkpoint, stale)
         try:
             # The display goes last: what it shows can be answered by a signal.
             with run.metrics, run.stop, run.display:
                 return run.finish()
         finally:
             if run.farewell:
-                print(run.farewell, file=sys.stderr)
+                say(run.farewell)
 
 
 def resumed(config: TrainConfig) -> tuple[TrainConfig, Checkpoint]:
@@ -90,7 +91,8 @@ def resumed(config: TrainConfig) -> tuple[TrainConfig, Checkpoint]:
         whole = _newest_whole(folder) if config.resume.is_dir() else None
         hint = f"; --resume {whole} is an earlier one" if whole is not None else ""
         raise ValueError(f"{error}{hint}") from error
-    if not (folder / CONFIG_NAME).is_file():
+    # The folder of a run is written to, that of a copied checkpoint is not.
+    if not config.resume.is_dir() and not (folder / CONFIG_NAME).is_file():
         raise ValueError(f"{folder}: holds no {CONFIG_NAME}, the folder of a run is needed")
     if checkpoint.run is None:
         raise ValueError(
@@ -103,7 +105,7 @@ def resumed(config: TrainConfig) -> tuple[TrainConfig, Checkpoint]:
         if not same:
             raise ValueError(
                 f"{name} is {mine}, the run in {folder} has {theirs} and keeps it; only "
-                f"{', '.join(sorted(CHANGEABLE))} may change on the way"
+                f"{', '.join(flag(name) for name in sorted(CHANGEABLE))} may change on the way"
             )
     changes = {name: getattr(config, name) for name in config.given & CHANGEABLE}
     path = checkpoint.run.corpus.get("path")
@@ -115,6 +117,11 @@ def resumed(config: TrainConfig) -> tuple[TrainConfig, Checkpoint]:
             )
         changes["data"] = Path(path)
     return replace(before, resume=config.resume, **changes), checkpoint
+
+
+def flag(name: str) -> str:
+    """The flag of the command for a field."""
+    return f"--{name.replace('_', '-')}"
 
 
 def _newest_whole(folder: Path) -> Path | None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import shlex
 import sys
+from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,12 +30,14 @@ from gpt_parity.weights import get_weights
 class Run:
     """Metrics, display, validations and checkpoints of the steps of one run.
 
-    checkpoint: what it goes on from, None for a new one.
+    checkpoint: what it goes on from, None for a new one. stale: files of an earlier run, which
+    give way once the new one has its first checkpoint.
     """
 
     def __init__(
         self, config: TrainConfig, corpus: Corpus, dataset: CharDataset, trainer: GPTTrainer,
         total: int, sampler: np.random.RandomState, checkpoint: Checkpoint | None,
+        stale: Iterable[Path] = (),
     ) -> None:  # fmt: skip
         self.config, self.corpus, self.dataset, self.trainer = config, corpus, dataset, trainer
         self.total, self.sampler = total, sampler
@@ -44,36 +48,51 @@ class Run:
         self.display = Display(total, config.batch_size * config.context_size, trainer.steps)
         self.loss_sum, self.loss_count = 0.0, 0
         self.farewell = ""  # for stderr, once the display has closed
-        newest = None
         versions = {k: self.facts.get(k) for k in ("gpt_parity", "numpy", "torch", "commit")}
         self.history = [
             {"step": trainer.steps, "backend": config.backend, "threads": config.threads} | versions
         ]
+        self.metrics: Metrics | None = None
+        self.checkpoints = Checkpoints(self.folder, config.keep)
+        size = 0
         if checkpoint is None:
-            content = _config_json(config, self.model_config, corpus, self.facts)
-            write_atomically(self.folder / CONFIG_NAME, content)
+            self.save()
+            for path in stale:
+                if path.name not in (CONFIG_NAME, CHECKPOINT_NAME):  # which are replaced
+                    path.unlink(missing_ok=True)
         else:
-            newest, path = checkpoint.step, self.folder / CHECKPOINT_NAME
+            path = self.folder / CHECKPOINT_NAME
+            self.checkpoints.step, size = checkpoint.step, checkpoint.run.metrics_size
             if config.resume.is_file() and config.resume.resolve() != path.resolve():
                 # An earlier one becomes the newest before what came after it is cut off.
                 write_atomically(path, config.resume.read_bytes())
             self.loss_sum, self.loss_count = checkpoint.run.loss_sum, checkpoint.run.loss_count
             self.history = checkpoint.run.history + self.history
-        self.checkpoints = Checkpoints(self.folder, config.keep, newest)
-        size = checkpoint.run.metrics_size if checkpoint is not None else 0
+        if checkpoint is None or not (self.folder / CONFIG_NAME).exists():
+            content = _config_json(config, self.model_config, corpus, self.facts)
+            write_atomically(self.folder / CONFIG_NAME, content)
         self.metrics = Metrics(self.folder / METRICS_NAME, size)
 
     def finish(self) -> int:
         """Take the steps that are left, test and sample; returns the exit code."""
+        try:
+            return self._finish()
+        except BrokenPipeError:
+            raise
+        except (FloatingPointError, OSError) as error:
+            raise type(error)(f"{error}{self._left()}") from error
+        except (KeyboardInterrupt, SystemExit):  # a second signal
+            self.farewell = f"gpt-parity: stopped at once{self._left()}"
+            raise
+
+    def _finish(self) -> int:
         config, trainer = self.config, self.trainer
         scheduler = WarmupCosineScheduler(
             config.learning_rate, self.total, config.warmup, config.min_learning_rate
         )
-        self._announce()
         try:
-            if config.resume is None:
-                self.save()
-            elif self._validates_at(trainer.steps):
+            self._announce()
+            if config.resume is not None and self._validates_at(trainer.steps):
                 # Saved before its validation, whose line was cut off.
                 self.validate()
             with watch(trainer.model) if config.anomaly else nullcontext():
@@ -86,29 +105,18 @@ class Run:
         except BrokenPipeError:
             self.save()
             raise
-        except (FloatingPointError, OSError) as error:
-            raise type(error)(f"{error}{self._left()}") from error
         except Stop as signal_seen:
-            self._stop(signal_seen)
+            self.save()
+            self.farewell = (
+                f"gpt-parity: stopped by {signal_seen} after step {trainer.steps} of "
+                f"{self.total}; go on with: {self._resume_command()}"
+            )
             return 128 + signal_seen.number
-        except (KeyboardInterrupt, SystemExit):  # a second signal
-            self.farewell = f"gpt-parity: stopped at once{self._left()}"
-            raise
         validations = self.metrics.validations()
         if len(validations) > 1:
             print("\n".join(validation_table(validations)))
         print(f"test loss {loss:.4f} over {self.dataset.batch_count('test')} batches")
         return 0
-
-    def _stop(self, signal_seen: Stop) -> None:
-        try:
-            self.save()
-        except OSError as error:
-            raise type(error)(f"{error}{self._left()}") from error
-        self.farewell = (
-            f"gpt-parity: stopped by {signal_seen} after step {self.trainer.steps} of "
-            f"{self.total}; go on with: {self._resume_command()}"
-        )
 
     def _left(self) -> str:
         """Which checkpoint there is to go on from, to be added to why the run ended."""
@@ -119,7 +127,10 @@ class Run:
 
     def _announce(self) -> None:
         print(_corpus_line(self.corpus, self.model_config))
-        goes_on = f" from step {self.trainer.steps}" if self.config.resume is not None else ""
+        goes_on = ""
+        if self.config.resume is not None:
+            finished = self.trainer.steps == self.total
+            goes_on = ", all taken" if finished else f" from step {self.trainer.steps}"
         if self.metrics.missing:
             print(
                 f"{self.metrics.path}: {self.metrics.missing} bytes of earlier steps are missing, "
@@ -181,8 +192,8 @@ class Run:
         epoch, batch = divmod(step, self.dataset.batch_count("train"))
         run = TrainingRun(
             self.config.recipe, _corpus_facts(self.corpus, self.config), self.history, self.total,
-            epoch, batch, self.loss_sum, self.loss_count, self.metrics.flush(to_disk=True),
-            self.sampler,
+            epoch, batch, self.loss_sum, self.loss_count,
+            self.metrics.flush(to_disk=True) if self.metrics is not None else 0, self.sampler,
         )  # fmt: skip
         try:
             self.checkpoints.save(step, lambda path: save_checkpoint(
@@ -205,10 +216,15 @@ class Run:
 
     def _resume_command(self) -> str:
         program = ["gpt-parity", "train"]
-        if sys.argv[0].endswith("train.py"):  # the script, where nothing may be installed
+        # As it was called, since it may not be installed.
+        if sys.argv[0].endswith("train.py"):
             program = ["python", sys.argv[0]]
+        elif sys.argv[0].endswith("__main__.py"):
+            program = ["python", "-m", "gpt_parity", "train"]
         folder = str(self.folder)
         command = [*program, "--resume", f"./{folder}" if folder.startswith("-") else folder]
+        if self.config.anomaly:
+            command.append("--anomaly")
         data = self.config.data
         if data is not None and portable(str(data)) != str(data):
             command += ["--data", str(data)]

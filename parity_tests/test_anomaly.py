@@ -241,6 +241,14 @@ def test_watching_changes_no_bit(
     assert all((a == watched.weights[n]).all() for n, a in plain.weights.items())
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_an_unbounded_norm_is_no_anomaly(
+    backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert train(backend, "--anomaly", "--max-norm", "inf") == 0
+
+
 def test_weights_that_overflow_in_the_update_are_not_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -302,8 +302,8 @@ def test_a_signal_under_a_live_bar_leaves_the_command_that_goes_on() -> None:
     last = text.rstrip("\n").splitlines()[-1]
     step = load_checkpoint(Path("run")).step
     assert re.fullmatch(
-        rf"gpt-parity: stopped by SIGINT after step {step} of \d+; go on with: gpt-parity train "
-        r"--resume run", last.rpartition("\r")[2],
+        rf"gpt-parity: stopped by SIGINT after step {step} of \d+; go on with: python -m "
+        r"gpt_parity train --resume run", last.rpartition("\r")[2],
     ), last  # fmt: skip
 
 

@@ -116,16 +116,61 @@ def test_a_second_signal_ends_at_once(
         os.kill(os.getpid(), signal.SIGINT)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Run, "save", twice)
-        assert train("run") == 130
-    assert one_line(capsys) == "gpt-parity: stopped at once"
-    with monkeypatch.context() as patch:
         after_step(3, twice, patch)
-        assert train("run", "--overwrite") == 130
+        assert train("run") == 130
     assert one_line(capsys) == (
         "gpt-parity: stopped at once; the last checkpoint, run/checkpoint.safetensors, is of step 2"
     )
     assert is_finished_by("run")
+
+
+def test_a_second_signal_while_the_first_one_saves_says_what_is_left(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def impatient(run: Run) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    with monkeypatch.context() as patch:
+
+        def first() -> None:
+            os.kill(os.getpid(), signal.SIGINT)
+            patch.setattr(Run, "save", impatient)
+
+        after_step(2, first, patch)
+        assert train("run") == 143
+    assert one_line(capsys) == (
+        "gpt-parity: stopped at once; the last checkpoint, run/checkpoint.safetensors, is of step 1"
+    )
+
+
+@needs_posix
+@pytest.mark.parametrize("held", [False, True], ids=["new folder", "folder of a run"])
+def test_a_reader_that_left_before_the_first_line_leaves_a_run(
+    held: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def closed(run: Run) -> None:
+        raise BrokenPipeError
+
+    if held:
+        assert train("run") == 0
+    with monkeypatch.context() as patch:
+        patch.setattr(Run, "_announce", closed)
+        assert train("run", "--overwrite") == 141
+    assert load_checkpoint(Path("run")).step == 0
+    assert is_finished_by("run")
+
+
+@needs_posix
+@pytest.mark.parametrize("arguments", ["--bad", "--resume nowhere"])
+def test_the_exit_code_stands_where_nobody_reads_the_error(arguments: str) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    process = subprocess.run(
+        [sys.executable, "-m", "gpt_parity", "train", *arguments.split()], stderr=writer,
+        env={**os.environ, "PYTHONPATH": str(CHECKOUT)},
+    )  # fmt: skip
+    os.close(writer)
+    assert process.returncode == 2
 
 
 @needs_posix
@@ -216,6 +261,27 @@ def test_a_full_disk_is_one_line_with_the_old_checkpoint_whole(
 
 
 @needs_posix
+def test_a_disk_that_is_full_leaves_the_run_that_was_to_be_replaced(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train("run") == 0
+    before = {path.name: path.read_bytes() for path in Path("run").iterdir()}
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError("no space")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("gpt_parity.training_run.save_checkpoint", full)
+        assert train("run", "--overwrite") == 2
+    assert one_line(capsys) == "gpt-parity: error: no space"
+    assert before == {path.name: path.read_bytes() for path in Path("run").iterdir()}
+    assert train("run", "--overwrite", "--keep", "1") == 0
+    assert {path.name for path in Path("run").iterdir()} == {
+        "config.json", "metrics.jsonl", "checkpoint.safetensors", "sample.txt",
+    }  # fmt: skip
+
+
+@needs_posix
 def test_a_disk_that_is_full_from_the_start_is_one_line() -> None:
     import resource
 
@@ -226,7 +292,7 @@ def test_a_disk_that_is_full_from_the_start_is_one_line() -> None:
     )  # fmt: skip
     assert process.returncode == 2
     assert process.stderr == (
-        "gpt-parity: error: run/config.json: cannot be written, File too large\n"
+        "gpt-parity: error: run/checkpoint.safetensors: cannot be written, File too large\n"
     )
 
 

@@ -356,11 +356,10 @@ def test_metrics_are_on_the_disk_before_the_checkpoint_that_counts_them(
     monkeypatch.setattr(os, "fsync", synced)
     monkeypatch.setattr(os, "replace", replaced)
     assert train("run", "--keep", "1") == 0
-    checkpoint = ["metrics.jsonl", "partial", "to checkpoint.safetensors", "run"]
-    checkpoints = 5 * checkpoint  # of the steps 0, 2, 3, 4 and 6
-    assert events == [
-        "partial", "to config.json", "run", *checkpoints, "partial", "to sample.txt", "run",
-    ]  # fmt: skip
+    checkpoint = ["partial", "to checkpoint.safetensors", "run"]
+    checkpoints = 4 * ["metrics.jsonl", *checkpoint]  # of the steps 2, 3, 4 and 6
+    config, sample = (["partial", f"to {name}", "run"] for name in ("config.json", "sample.txt"))
+    assert events == [*checkpoint, *config, *checkpoints, *sample]
 
 
 # --- refusals -------------------------------------------------------------------------------------
@@ -381,8 +380,8 @@ def refused(capsys: pytest.CaptureFixture[str], folder: str, *flags: str) -> str
     [
         (
             ["--seed", "42"],
-            "seed is 42, the run in run has 7 and keeps it; only anomaly, backend, "
-            "data, keep, save_every, threads may change on the way",
+            "seed is 42, the run in run has 7 and keeps it; only --anomaly, "
+            "--backend, --data, --keep, --save-every, --threads may change on the way",
         ),
         (["--max-steps", "9"], "max_steps is 9, the run in run has 6"),
         (["--log-every", "9"], "log_every is 9, the run in run has 4"),
@@ -480,6 +479,12 @@ def nothing(_: dict[str, Any]) -> None:
         (nothing, lambda r: r["recipe"].update(keep=0), "keep is 0, at least 1 is needed"),
         (nothing, lambda r: r.pop("loss_sum"), "manifest: run has ["),
         (nothing, lambda r: r.update(corpus={}), "corpus: name is None"),
+        (nothing, lambda r: r["corpus"].update(path=""), "corpus: path has 0 characters"),
+        (nothing, lambda r: r["corpus"].update(path="x" * 5000), "corpus: path has 5000"),
+        (nothing, lambda r: r["recipe"].update(betas=5), "betas is 5, two numbers are needed"),
+        (nothing, lambda r: r.update(history=[math.nan]), "history has nan"),
+        (nothing, lambda r: r.update(history=[{"step": math.inf}]), "history has {'step': inf}"),
+        (nothing, lambda r: r.update(history=[{"step": [[]]}]), "history has {'step': [[]]}"),
         (lambda a: a.pop("state/random/sample"), nothing, "random: sample missing"),
         (lambda a: a.update({"state/random/sample": a["state/random/sample"][1:]}), nothing,
          "random: sample has shape (624,), (625,) is needed"),
@@ -540,11 +545,107 @@ def test_lost_metrics_are_said_and_the_run_goes_on(capsys: pytest.CaptureFixture
     assert results("run")["arrays"] == expected
 
 
-def test_a_run_without_steps_left_says_its_loss_again(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_without_steps_left_says_so_and_its_loss_again(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert train("run") == 0
     last = capsys.readouterr().out.splitlines()[-1]
     assert resume("run") == 0
-    assert capsys.readouterr().out.splitlines()[-1] == last
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1] == "numpy float32, 6 steps, all taken, run in run" and lines[-1] == last
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"[" * 3000, b'{"event": "validation", "step": 1, "loss": 1' + b"0" * 400 + b"}",
+        b'{"event": "validation", "step": 1, "loss": "x"}',
+        b'{"event": "validation", "step": 1, "loss": null}',
+        b'{"event": "validation", "step": 1, "loss": 1e400}',
+        b'{"event": "validation", "step": 1, "loss": NaN}',
+        b'{"event": "validation", "step": "1", "loss": 1.0}', b"\xff", b'"text"',
+    ],
+)  # fmt: skip
+def test_lines_of_others_in_the_metrics_are_passed_over(
+    line: bytes, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train("run") == 0
+    table = capsys.readouterr().out.splitlines()[-4:]
+    path = Path("run/metrics.jsonl")
+    kept = path.read_bytes()
+    size = load_checkpoint(Path("run")).run.metrics_size
+    # In the place of as many blanks, which nobody reads either.
+    lines = [line, b" " * (size - len(line) - 1)] if len(line) < size else [line]
+    path.write_bytes(b"\n".join(lines) + b"\n" + kept)
+    rewrite(nothing, lambda r: r.update(metrics_size=path.stat().st_size - len(kept) + size))
+    assert resume("run") == 0
+    assert capsys.readouterr().out.splitlines()[-4:] == table
+
+
+def test_half_a_line_of_metrics_goes(capsys: pytest.CaptureFixture[str]) -> None:
+    """Lines that follow it would be lost to every reader."""
+    assert train("run") == 0
+    path = Path("run/metrics.jsonl")
+    path.write_bytes(path.read_bytes()[:100])  # within the second line
+    assert resume("run/checkpoint-4.safetensors") == 0
+    steps = [json.loads(line)["step"] for line in path.read_text().splitlines()]
+    assert steps == [3, 6, 6]
+
+
+def test_metrics_that_are_a_link_are_not_followed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert train("run") == 0
+    Path("mine.txt").write_bytes(b"mine\n" * 1000)
+    for target in ("mine.txt", "nowhere"):
+        Path("run/metrics.jsonl").unlink()
+        Path("run/metrics.jsonl").symlink_to(Path(target).resolve())
+        assert resume("run") == 2
+        assert "run/metrics.jsonl: cannot be written, is no regular file" in capsys.readouterr().err
+    assert Path("mine.txt").read_bytes() == b"mine\n" * 1000 and not Path("nowhere").exists()
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes: run on Linux or macOS")
+@pytest.mark.parametrize("name", ["metrics.jsonl", "checkpoint.safetensors"])
+def test_pipes_in_the_folder_are_not_waited_for(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train("run") == 0
+    Path("run", name).unlink()
+    os.mkfifo(f"run/{name}")
+    assert resume("run") == 2
+    assert "is no regular file" in capsys.readouterr().err
+
+
+def test_a_link_to_an_earlier_checkpoint_goes_on_from_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And what it shows stays whole, also where nothing can be written."""
+    assert train("run", "--keep", "9") == 0
+    expected = results("run")
+    Path("run/checkpoint.safetensors").unlink()
+    Path("run/checkpoint.safetensors").symlink_to("checkpoint-3.safetensors")
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError("no space")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("gpt_parity.training_run.save_checkpoint", full)
+        assert resume("run") == 2
+    assert load_checkpoint(Path("run/checkpoint-3.safetensors")).step == 3
+    assert resume("run") == 0
+    assert results("run") == expected
+    assert not Path("run/checkpoint.safetensors").is_symlink()
+    assert load_checkpoint(Path("run/checkpoint-3.safetensors")).step == 3
+
+
+def test_a_run_that_lost_its_configuration_gets_it_again(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert train("run") == 0
+    before = json.loads(Path("run/config.json").read_text())
+    Path("run/config.json").unlink()
+    assert resume("run") == 0
+    after = json.loads(Path("run/config.json").read_text())
+    assert after | {"provenance": 0} == before | {"provenance": 0}
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

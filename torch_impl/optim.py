@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -57,14 +58,16 @@ class AdamWOptimizer:
         """
         if not max_norm > 0.0:
             raise ValueError(f"max_norm: got {max_norm}, needed a positive number")
+        gradients = [p.grad for p in self.parameters if p.grad is not None]
         try:
-            return nn.utils.clip_grad_norm_(
-                self.parameters, max_norm, error_if_nonfinite=error_if_nonfinite
-            ).item()
+            norm = nn.utils.get_total_norm(gradients, error_if_nonfinite=error_if_nonfinite)
         except RuntimeError as error:
             raise FloatingPointError("gradient norm: got nan or inf, needed a finite number") from (
                 error
             )
+        if max_norm < math.inf:  # else the factor would be inf before it is cut to 1
+            nn.utils.clip_grads_with_norm_(self.parameters, max_norm, norm)
+        return norm.item()
 
     def step(self) -> None:
         """One update of every parameter that has a gradient."""
