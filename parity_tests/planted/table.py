@@ -599,9 +599,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     PlantedBug(
         "clip-never", f"{TORCH_ADAMW}.clip_grad_norm",
-        "nn.utils.clip_grad_norm_(\n            self.parameters, max_norm, error_if",
-        "nn.utils.get_total_norm(\n            [p.grad for p in self.parameters "
-        "if p.grad is not None], error_if",
+        "if max_norm < math.inf:", "if max_norm < 0.0:",
         "the norm is computed and nothing is scaled",
         frozenset({TWIN, BOUND, HAND}),
     ),
