@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -19,6 +20,9 @@ from gpt_parity.config import (
 from gpt_parity.plots import require_format, require_matplotlib
 from gpt_parity.schedule import require_integer
 
+# Of a walk through attention, whose tables show the first and last few.
+MOST_POSITIONS = 2000
+
 
 def require_plot(path: Path | None) -> None:
     """Raise ValueError unless a drawing can be written there; None is no drawing."""
@@ -26,6 +30,13 @@ def require_plot(path: Path | None) -> None:
         require_format("plot", path)
         require_place("plot", path)
         require_matplotlib("--plot")
+
+
+def decoded(text: str) -> str:
+    """Text of the command line as UTF-8, also where the locale could not decode its bytes."""
+    if any("\udc80" <= character <= "\udcff" for character in text):
+        return os.fsencode(text).decode("utf-8", "surrogateescape")
+    return text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,11 +57,14 @@ class ExplainConfig:
     checkpoint: Path | None = None
     """Folder of a run, or a checkpoint file: show the attention of this model instead."""
     prompt: str | None = None
-    """Text that the model of --checkpoint reads."""
+    """Text that the model of --checkpoint reads, its end if it is long."""
     plot: Path | None = None
     """Also draw each stage as a heat map into this file (.png or .svg)."""
 
     def __post_init__(self) -> None:
+        for name in ("tokens", "prompt"):
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, decoded(getattr(self, name)))
         require_seed(self.seed)
         require_integer("d_k", self.d_k, 1)
         words = None if self.tokens is None else len(self.tokens.split())
@@ -60,9 +74,14 @@ class ExplainConfig:
             require_integer("seq_len", self.seq_len, 1)
             if words not in (None, self.seq_len):
                 raise ValueError(f"seq_len is {self.seq_len}, {words} is needed for these tokens")
+        if self.length > MOST_POSITIONS:
+            raise ValueError(f"length is {self.length}, at most {MOST_POSITIONS} are needed")
         if (self.checkpoint is None) != (self.prompt is None):
             given, missing = ("prompt", "checkpoint")[:: 1 if self.checkpoint is None else -1]
             raise ValueError(f"{given} is given without {missing}, both are needed")
+        for name in ("tokens", "seq_len"):
+            if self.checkpoint is not None and getattr(self, name) is not None:
+                raise ValueError(f"{name} is given with checkpoint, one of them is needed")
         if self.prompt == "":
             raise ValueError("prompt is empty, at least one character is needed")
         require_plot(self.plot)
