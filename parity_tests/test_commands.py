@@ -22,9 +22,19 @@ from gpt_parity import cli
 from gpt_parity.backends import load_backend, thread_limit
 from gpt_parity.checkpoint import load_checkpoint
 from gpt_parity.cli import main
-from gpt_parity.config import BACKENDS, GenerateConfig, GPTConfig, TrainConfig, VerifyConfig
+from gpt_parity.config import (
+    BACKENDS,
+    BenchConfig,
+    CheckConfig,
+    ExportConfig,
+    GenerateConfig,
+    GPTConfig,
+    TrainConfig,
+    VerifyConfig,
+)
 from gpt_parity.corpus import CharDataset, read_corpus
 from gpt_parity.display import Display, validation_table
+from gpt_parity.lessons.config import ExplainConfig, FillValueConfig, LockstepConfig
 from gpt_parity.provenance import command_line, provenance
 from gpt_parity.run_folder import RUN_FILES
 from gpt_parity.training import GPTTrainer, StepResult, new_trainer
@@ -505,14 +515,24 @@ def test_missing_torch_says_how_to_install_it() -> None:
 
 @pytest.mark.parametrize(
     ("name", "config"),
-    [("train", TrainConfig), ("generate", GenerateConfig), ("verify", VerifyConfig)],
+    [
+        ("train", TrainConfig),
+        ("generate", GenerateConfig),
+        ("verify", VerifyConfig),
+        ("explain", ExplainConfig),
+        ("lockstep", LockstepConfig),
+        ("bench", BenchConfig),
+        ("experiment fill-value", FillValueConfig),
+        ("oracle export", ExportConfig),
+        ("oracle check", CheckConfig),
+    ],  # fmt: skip
 )
 def test_help_explains_every_flag(
     name: str, config: type, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Not by COLUMNS, which counts only if it stood there when the console was made.
     monkeypatch.setattr(cli.app, "console", cli.PipeConsole(width=200))
-    assert main([name, "--help"]) == 0
+    assert main([*name.split(), "--help"]) == 0
     shown = capsys.readouterr().out
     assert f"Example: gpt-parity {name} " in shown
     for field in fields(config):
