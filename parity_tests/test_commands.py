@@ -525,7 +525,7 @@ def test_missing_torch_says_how_to_install_it() -> None:
         ("experiment fill-value", FillValueConfig),
         ("oracle export", ExportConfig),
         ("oracle check", CheckConfig),
-    ],  # fmt: skip
+    ],
 )
 def test_help_explains_every_flag(
     name: str, config: type, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
