@@ -163,13 +163,17 @@ class GPTTrainer:
         return stream(self.model, tokenizer, prompt, steps, temperature, top_k, seed)
 
 
-def new_trainer(config: TrainConfig, model_config: GPTConfig) -> GPTTrainer:
+def new_trainer(
+    config: TrainConfig, model_config: GPTConfig, *, allow_leak: bool = False
+) -> GPTTrainer:
     """A trainer with a new model, as `config` describes them."""
     backend = load_backend(config.backend)
     model_config.require_memory(
         config.dtype, training=True, batch_size=config.batch_size, length=config.context_size
     )
-    model = build_model(config.backend, model_config, config.seed, config.dtype)
+    model = build_model(
+        config.backend, model_config, config.seed, config.dtype, allow_leak=allow_leak
+    )
     optimizer = backend.AdamWOptimizer(
         model.parameters(), config.learning_rate, config.betas, config.eps, config.weight_decay
     )

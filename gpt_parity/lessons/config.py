@@ -101,9 +101,9 @@ class FillValueConfig:
     Raises ValueError for values out of range, TypeError for values of another type.
     """
 
-    values: Annotated[
-        tuple[float, ...], Parameter(consume_multiple=True, allow_leading_hyphen=True)
-    ] = (-1e9, -math.inf, 0.0, -10.0)
+    values: Annotated[tuple[float, ...], Parameter(consume_multiple=True)] = (
+        -1e9, -math.inf, 0.0, -10.0,
+    )  # fmt: skip
     """Fills to compare, each with a model of its own."""
     data: Path | None = None
     """UTF-8 text; without it data/tinyshakespeare.txt, or else a text that comes with Python."""
@@ -121,7 +121,7 @@ class FillValueConfig:
     def __post_init__(self) -> None:
         require_choices(self)
         if not self.values:
-            raise ValueError("values is empty, at least one fill is needed")
+            raise ValueError("values is empty, at least one number is needed, such as -1e9")
         for value in self.values:
             if math.isnan(value) or value == math.inf:
                 raise ValueError(f"values has {value}, numbers below infinity are needed")
@@ -129,6 +129,8 @@ class FillValueConfig:
             raise ValueError(f"values has {list(self.values)}, each fill once is needed")
         require_integer("steps", self.steps, 1)
         require_seed(self.seed)
+        if self.json is not None and self.json == self.plot:
+            raise ValueError(f"json and plot are both {self.json}, two files are needed")
         require_plot(self.plot)
         require_place("json", self.json)
 
