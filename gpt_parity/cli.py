@@ -127,6 +127,10 @@ def verify(*, config: Annotated[VerifyConfig | None, Parameter(name="*")] = None
         verification.print_verdict(console)
         if config.json is not None:
             write_atomically(config.json, verification.json())
+        if config.html is not None:
+            from gpt_parity.html.verify_page import verify_page
+
+            write_atomically(config.html, verify_page(verification))
         return 0 if verification.ok else 1
 
 
@@ -215,6 +219,11 @@ def check(mine: Path, /, *, config: Annotated[CheckConfig, Parameter(name="*")])
         report = check_file(mine, config)
         text = report_json(report) if config.json else str(report)
         PipeConsole().print(text, highlight=False, markup=False, soft_wrap=True)
+        if config.html is not None:
+            from gpt_parity.files import write_atomically
+            from gpt_parity.html.check_page import check_page
+
+            write_atomically(config.html, check_page(report, mine, config))
         return 0 if report.ok else 1
 
 

@@ -17,7 +17,8 @@ from gpt_parity.files import remove_partial, write_atomically
 CONFIG_NAME = "config.json"
 METRICS_NAME = "metrics.jsonl"
 SAMPLE_NAME = "sample.txt"
-RUN_FILES = (CONFIG_NAME, METRICS_NAME, CHECKPOINT_NAME, SAMPLE_NAME)
+PLOT_NAME = "loss.png"
+RUN_FILES = (CONFIG_NAME, METRICS_NAME, CHECKPOINT_NAME, SAMPLE_NAME, PLOT_NAME)
 EARLIER_CHECKPOINT = re.compile(r"checkpoint-([0-9]+)\.safetensors")
 
 
@@ -132,13 +133,17 @@ class Metrics:
 
     def validations(self) -> list[tuple[int, float]]:
         """Steps and losses of the validations recorded so far."""
+        return self.losses("validation")
+
+    def losses(self, event: str) -> list[tuple[int, float]]:
+        """Steps and losses of the records of one kind so far."""
         self.flush()
         try:
             lines = self.path.read_bytes().splitlines()
         except FileNotFoundError:  # somebody removed it
             return []
         records = map(_record, lines)
-        return [(r["step"], r["loss"]) for r in records if r.get("event") == "validation"]
+        return [(r["step"], r["loss"]) for r in records if r.get("event") == event]
 
 
 def _record(line: bytes) -> dict[str, Any]:

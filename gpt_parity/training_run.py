@@ -6,10 +6,10 @@ import json
 import shlex
 import sys
 from collections.abc import Iterable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -20,11 +20,22 @@ from gpt_parity.corpus import CharDataset, Corpus
 from gpt_parity.display import Display, validation_table
 from gpt_parity.files import write_atomically
 from gpt_parity.interrupts import Stop, StopBetweenSteps
+from gpt_parity.plots import draw, has_matplotlib
 from gpt_parity.provenance import portable, provenance
-from gpt_parity.run_folder import CONFIG_NAME, METRICS_NAME, SAMPLE_NAME, Checkpoints, Metrics
+from gpt_parity.run_folder import (
+    CONFIG_NAME,
+    METRICS_NAME,
+    PLOT_NAME,
+    SAMPLE_NAME,
+    Checkpoints,
+    Metrics,
+)
 from gpt_parity.schedule import WarmupCosineScheduler
 from gpt_parity.training import GPTTrainer, StepResult
 from gpt_parity.weights import get_weights
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 class Run:
@@ -102,6 +113,7 @@ class Run:
                 )  # fmt: skip
             loss = self.validate()
             self._sample()
+            self._draw()
         except BrokenPipeError:
             self.save()
             raise
@@ -213,6 +225,26 @@ class Run:
             self.stop.check()
             text.append(character)
         write_atomically(self.folder / SAMPLE_NAME, "".join(text).encode("utf-8"))
+
+    def _draw(self) -> None:
+        """The losses of the whole run as a picture, where matplotlib is installed."""
+        if not has_matplotlib():
+            return
+        with suppress(ImportError):  # an installation that is broken
+            draw(self.folder / PLOT_NAME, self._plot, (6.0, 3.5))
+
+    def _plot(self, figure: Figure) -> None:
+        axes = figure.add_subplot()
+        for event, label, style in (
+            ("train", f"training, mean of {self.config.log_every} steps", "-"),
+            ("validation", "test part", "o--"),
+        ):
+            losses = self.metrics.losses(event)
+            if losses:
+                axes.plot(*zip(*losses, strict=True), style, markersize=4, label=label)
+        axes.set(xlabel="step", ylabel="loss", title=f"{self.config.backend} {self.config.dtype}")
+        axes.grid(alpha=0.3)
+        axes.legend()
 
     def _resume_command(self) -> str:
         program = ["gpt-parity", "train"]

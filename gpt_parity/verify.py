@@ -183,7 +183,9 @@ def _verification(config: VerifyConfig, subject: Subject) -> Verification:
         clean, tolerances = model_tolerances(*build("numpy", "float64"), tokens, targets, unit)
         for backend in backends:
             candidate = run(backend, dtype)
-            reports[backend, dtype] = compare_traces(candidate, clean, tolerances, dtype)
+            reports[backend, dtype] = compare_traces(
+                candidate, clean, tolerances, dtype, keep=config.html is not None
+            )
         slips[dtype] = show_slips(*_plain_case(unit), dtype)
         if unit is FLOAT64:
             allowed = None if subject.at_initialisation else tolerances

@@ -76,6 +76,13 @@ def _global_state() -> dict[str, Any]:
 
 
 @pytest.fixture(autouse=True)
+def runs_without_drawing(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hundreds of tests train, and a drawing takes longer than their runs; some ask for it."""
+    if request.node.get_closest_marker("draws") is None:
+        monkeypatch.setattr("gpt_parity.training_run.has_matplotlib", lambda: False)
+
+
+@pytest.fixture(autouse=True)
 def unchanged_global_state() -> Iterator[None]:
     """Fails a test that leaves a mode, dtype, thread count or random state changed."""
     before = _global_state()

@@ -10,13 +10,17 @@ from __future__ import annotations
 
 import html
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from gpt_parity.oracle.tolerance import Tolerance, Tolerances, norms
 from gpt_parity.oracle.trace import Trace
+
+if TYPE_CHECKING:
+    from gpt_parity.oracle.bundle import Bundle
 
 LOSS, FORWARD, GRADIENT, PARAMETER = "loss", "forward", "gradient", "parameter gradient"
 LONGEST = 25  # lines of a printed report
@@ -109,6 +113,16 @@ def _ratio(error: np.ndarray | float, tolerance: np.ndarray | float) -> np.ndarr
         return np.where(tolerance > 0.0, error / safe, np.where(error > 0.0, math.inf, 0.0))
 
 
+@dataclass(frozen=True, eq=False)
+class Pair:
+    """The arrays behind a judgement; `kept` is where a masked one holds scores."""
+
+    candidate: np.ndarray
+    reference: np.ndarray
+    tolerance: Tolerance
+    kept: np.ndarray | None = None
+
+
 @dataclass(frozen=True)
 class Report:
     """Judgements in the order in which a mistake would show first.
@@ -116,6 +130,8 @@ class Report:
     That is forward values in topological order, the loss, their gradients in reverse, those of
     parameters in reverse, then whatever else there is.
     `hints` are explanations that were verified, `notes` are further lines for the reader.
+    `pairs` are the arrays by kind and name, and `bundle` is the reference of a submission, both
+    only where they were asked for.
     Printed, it has at most 25 lines. Raises ValueError where nothing is judged.
     """
 
@@ -123,6 +139,8 @@ class Report:
     hints: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     title: str = ""
+    pairs: Mapping[tuple[str, str], Pair] = field(default_factory=dict, compare=False, repr=False)
+    bundle: Bundle | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if all(j.exact_zero or not j.judged for j in self.judgements):
@@ -189,23 +207,25 @@ class Report:
 
 
 def compare_traces(
-    candidate: Trace, reference: Trace, tolerances: Tolerances, dtype: str
+    candidate: Trace, reference: Trace, tolerances: Tolerances, dtype: str, *, keep: bool = False
 ) -> Report:
     """Judge every entry, every gradient, every parameter gradient and the loss of a trace.
 
-    Raises ValueError where the candidate lacks a tensor or has one too many.
+    `keep`: the report holds the arrays too. Raises ValueError where the candidate lacks a tensor
+    or has one too many.
     """
-    judgements = []
+    pairs: dict[tuple[str, str], Pair] = {}
     for kind, part in ((FORWARD, "values"), (GRADIENT, "gradients"), (PARAMETER, "parameters")):
         mine, theirs, allowed = (getattr(x, part) for x in (candidate, reference, tolerances))
         if list(mine) != list(theirs):
             raise ValueError(f"{kind}: got {list(mine)}, needed {list(theirs)}")
-        judgements += [
-            compare(name, kind, mine[name], theirs[name], allowed[name], dtype,
-                    reference.kept.get(name) if kind == FORWARD else None)
-            for name in (theirs if kind == FORWARD else reversed(theirs))
-        ]  # fmt: skip
+        for name in theirs if kind == FORWARD else reversed(theirs):
+            kept = reference.kept.get(name) if kind == FORWARD else None
+            pairs[kind, name] = Pair(mine[name], theirs[name], allowed[name], kept)
         if kind == FORWARD:
-            loss = compare(LOSS, LOSS, candidate.loss, reference.loss, tolerances.loss, dtype)
-            judgements.append(loss)
-    return Report(judgements)
+            pairs[LOSS, LOSS] = Pair(candidate.loss, reference.loss, tolerances.loss)
+    judgements = [
+        compare(name, kind, pair.candidate, pair.reference, pair.tolerance, dtype, pair.kept)
+        for (kind, name), pair in pairs.items()
+    ]
+    return Report(judgements, pairs=pairs if keep else {})

@@ -6,7 +6,7 @@ tensors as bundles do: `value/<entry>`, `grad/<entry>` or `grad/<parameter>`, `l
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,6 +95,25 @@ class Graph:
                 if not found:
                     stack.append(number)
         return keys, [self.nodes[n] for n in sorted(operations)]
+
+    def independent(
+        self, wrong: Sequence[str], right: Collection[str], siblings: Collection[str]
+    ) -> list[str]:
+        """Those of `wrong` but the first that nothing else wrong explains.
+
+        `wrong` is in the order of judgement; `siblings` as for `upstream`. Where a value or the
+        loss is wrong, all gradients follow from it; steps are no part of the graph.
+        """
+        forward = any(key in self.numbers for key in wrong)
+        alone: list[str] = []
+        for i, key in enumerate(wrong[1:], start=1):
+            explained = forward and key.startswith(GRAD)
+            if explained or not (key in self.numbers or key.startswith(GRAD)):
+                continue
+            above, _ = self.upstream(key, [*right, *wrong], [*siblings, *wrong[:i]])
+            if not set(wrong).intersection(above):
+                alone.append(key)
+        return alone
 
     def _later(self, at: int | str) -> list[int]:
         return self.consumers.get(at, [])

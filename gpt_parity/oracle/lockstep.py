@@ -45,17 +45,26 @@ class Setting:
 
 @dataclass
 class Outcome:
-    """The worst judgement of each quantity over all steps, with its step, by candidate."""
+    """The worst judgement of each quantity over all steps, with its step, by candidate.
+
+    `series` holds the worst ratio of each quantity in every step that was added.
+    """
 
     dtype: str
     steps: int
     worst: dict[str, dict[str, tuple[Judgement, int]]] = field(default_factory=dict)
+    series: dict[str, dict[str, list[float]]] = field(default_factory=dict)
 
     def add(self, candidate: str, step: int, judgements: Iterable[Judgement]) -> None:
         quantities = self.worst.setdefault(candidate, {})
+        ratios: dict[str, float] = {}
         for j in judgements:
+            ratios[j.kind] = max(j.ratio, ratios.get(j.kind, 0.0))
             if j.kind not in quantities or j.ratio > quantities[j.kind][0].ratio:
                 quantities[j.kind] = (j, step)
+        series = self.series.setdefault(candidate, {})
+        for kind, ratio in ratios.items():
+            series.setdefault(kind, []).append(ratio)
 
     @property
     def ok(self) -> bool:

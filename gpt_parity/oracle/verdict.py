@@ -6,6 +6,7 @@ import fnmatch
 import json
 import math
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from gpt_parity.manifest import one_line
 from gpt_parity.oracle.bundle import STEP, WEIGHT, Bundle, measured
 from gpt_parity.oracle.bundle_files import load_bundle
 from gpt_parity.oracle.case import Case
-from gpt_parity.oracle.compare import FORWARD, GRADIENT, PARAMETER, Judgement, Report, compare
+from gpt_parity.oracle.compare import GRADIENT, PARAMETER, Judgement, Pair, Report, compare
 from gpt_parity.oracle.graph import GRAD, graph
 from gpt_parity.oracle.hints import hints, suspected
 from gpt_parity.oracle.rounding import Unit
@@ -44,28 +45,32 @@ def check_file(mine: Path, config: CheckConfig) -> Report:
     """Judge the arrays of a file; ValueError of one line for what cannot be judged."""
     bundle = load_bundle(config.ref)
     names = read_map(config.map) if config.map is not None else {}
-    return judge_file(mine, bundle, config.dtype, names=names, only=config.only)
+    keep = config.html is not None
+    return judge_file(mine, bundle, config.dtype, names=names, only=config.only, keep=keep)
 
 
 def judge_file(
     mine: Path, bundle: Bundle, dtype: str | None = None, *,
-    names: Mapping[str, str] | None = None, only: str | None = None,
+    names: Mapping[str, str] | None = None, only: str | None = None, keep: bool = False,
 ) -> Report:  # fmt: skip
     """`check_arrays` of the arrays of a file, in messages that name it."""
     arrays, _ = read_arrays(mine, bfloat16=dtype == "bfloat16")
     if "" in arrays:
         raise ValueError(f"{mine}: is one array without a name, a folder of npy files is needed")
     try:
-        return check_arrays(arrays, bundle, dtype, names=names, only=only)
+        return check_arrays(arrays, bundle, dtype, names=names, only=only, keep=keep)
     except (ValueError, TypeError) as error:
         raise ValueError(f"{mine}: {one_line(error)}") from error
 
 
 def check_arrays(
     mine: Mapping[str, np.ndarray], bundle: Bundle, dtype: str | None = None, *,
-    names: Mapping[str, str] | None = None, only: str | None = None,
+    names: Mapping[str, str] | None = None, only: str | None = None, keep: bool = False,
 ) -> Report:  # fmt: skip
-    """Judge arrays by key; any subset of the bundle's. See `check_file` for the arguments."""
+    """Judge arrays by key; any subset of the bundle's. See `check_file` for the arguments.
+
+    `keep`: the report holds the arrays and the bundle too.
+    """
     named = by_key(mine, bundle, names or {})
     check_inputs(named, bundle)
     results = {k: named[k] for k in bundle.arrays if k in named}
@@ -82,10 +87,17 @@ def check_arrays(
         if unit.name in ("float64", "float32"):
             raise ValueError(_missing_dtype(bundle, unit))
         tolerances = measured(bundle, unit)
-    judgements = [
-        _judge(key, array, bundle, tolerances[key], unit) for key, array in results.items()
-    ]
-    return _report(judgements, results, bundle, tolerances, unit)
+    judgements, pairs = [], {}
+    for key, array in results.items():
+        pair = _pair(key, array, bundle, tolerances[key], unit)
+        kind, dtype = bundle.kind(key), array.dtype.name
+        judgements.append(
+            compare(key, kind, pair.candidate, pair.reference, pair.tolerance, dtype, pair.kept)
+        )
+        if keep:
+            pairs[kind, key] = pair
+    report = _report(judgements, results, bundle, tolerances, unit)
+    return replace(report, pairs=pairs, bundle=bundle) if keep else report
 
 
 def _missing_dtype(bundle: Bundle, unit: Unit) -> str:
@@ -98,13 +110,10 @@ def _missing_dtype(bundle: Bundle, unit: Unit) -> str:
     return f"the bundle judges {held} only; export it with --dtype float64"
 
 
-def _judge(
-    key: str, array: np.ndarray, bundle: Bundle, tolerance: Tolerance, unit: Unit
-) -> Judgement:
+def _pair(key: str, array: np.ndarray, bundle: Bundle, tolerance: Tolerance, unit: Unit) -> Pair:
     kept = bundle.kept(key)
     reference = bundle.arrays[key].astype(np.float64)
-    array = with_fill(array, kept, reference, unit)
-    return compare(key, bundle.kind(key), array, reference, tolerance, array.dtype.name, kept)
+    return Pair(with_fill(array, kept, reference, unit), reference, tolerance, kept)
 
 
 def _report(
@@ -177,14 +186,7 @@ def _whereabouts(case: Case) -> Iterable[str]:
         found += " (hand in entries, value/ and grad/, to narrow it down)"
     agree = f"; {_some(inputs)} agree{'s' if len(inputs) == 1 else ''}" if inputs else ""
     yield f"operation: {found}{agree}"
-    forward = any(bundle.kind(k) in (FORWARD, "loss") for k in case.wrong)
-    roots, wrong = [], set(case.wrong)
-    for i, key in enumerate(case.wrong[1:], start=1):
-        if key.startswith("step/") or (forward and key.startswith(GRAD)):
-            continue
-        above, _ = operations.upstream(key, known, [*case.siblings, *case.wrong[:i]])
-        if not wrong.intersection(above):
-            roots.append(key)
+    roots = operations.independent(case.wrong, case.right, case.siblings)
     follow = [k for k in case.wrong[1:] if k not in roots]
     if follow:
         yield f"wrong as its consequence: {_some(follow)}"
