@@ -53,6 +53,15 @@ def test_every_digit_of_the_forward_pass_is_that_of_plain_numpy(
     assert ("The first 8 of 64 columns" in joined(text)) == (d_k == 64)
 
 
+def test_the_readme_shows_the_table_that_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (CHECKOUT / "README.md").read_text(encoding="utf-8")
+    excerpt = page.partition('--tokens "the cat sat down"\n```\n\n```text\n')[2].partition("```")[0]
+    table, sentence = excerpt.split("\n\n")
+    text = shown(capsys, "--tokens", "the cat sat down")
+    assert table in section(text, 4)
+    assert "6 of 16 weights are exactly 0." in joined(sentence) in joined(section(text, 4))
+
+
 def test_every_digit_with_and_without_the_mask(capsys: pytest.CaptureFixture[str]) -> None:
     text, plain = shown(capsys), Plain()
     (rows,) = tables(section(text, 6))
