@@ -17,6 +17,7 @@ PAGE = DOCS / "power.md"
 TITLES = {
     "power.md": "How much the suite sees, and how often it cries wolf",
     "performance.md": "How fast it is, and how large",
+    "drift.md": "How far two runs drift apart, and why",
     "reliability.md": "What was tried to lose a run, and to fool a reader",
 }
 OPENING = "Each section is the last result of the command that it names, written by that command."

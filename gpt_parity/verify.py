@@ -52,13 +52,13 @@ def verify(
     training on it would say nothing new. Raises ValueError for a text or checkpoint that does not
     do, MissingBackendError without PyTorch.
     """
-    subject = _subject(config)
-    setting = _lockstep_setting(config.steps, subject)
+    subject = subject_of(config)
+    setting = lockstep_setting(config.steps, subject)
 
     def hop() -> list[Outcome]:
         if config.hops == 0:
             return []
-        return [hopping_float64(_lockstep_setting(steps_of(config.hops), subject), config.hops)]
+        return [hopping_float64(lockstep_setting(steps_of(config.hops), subject), config.hops)]
 
     if config.steps == 0 or config.processes == 1:
         with thread_limit(1, "torch"):
@@ -109,7 +109,8 @@ def _common_state_float32(setting: Setting) -> Outcome:
         return common_state_float32(setting)
 
 
-def _subject(config: VerifyConfig) -> Subject:
+def subject_of(config: VerifyConfig) -> Subject:
+    """The weights and the text that `config` names; ValueError for those that do not do."""
     corpus = read_corpus(config.data)
     if config.checkpoint is None:
         recipe = TrainConfig()
@@ -140,7 +141,8 @@ def _dataset(corpus: Corpus, context_size: int, tokenizer: CharTokenizer | None)
     return dataset
 
 
-def _lockstep_setting(steps: int, subject: Subject) -> Setting:
+def lockstep_setting(steps: int, subject: Subject) -> Setting:
+    """A lockstep run of the source text's recipe; without steps it holds no batches or rates."""
     recipe, dataset = TrainConfig(), subject.dataset
     scheduler = WarmupCosineScheduler(
         recipe.learning_rate, max(steps, 1), recipe.warmup, recipe.min_learning_rate

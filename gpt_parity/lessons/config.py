@@ -11,11 +11,14 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from gpt_parity.config import (
+    BACKENDS,
+    DTYPES,
     MOST_LOCKSTEPS,
     Backend,
     require_choices,
     require_place,
     require_seed,
+    require_threads,
 )
 from gpt_parity.plots import require_format, require_matplotlib
 from gpt_parity.schedule import require_integer
@@ -135,6 +138,35 @@ class FillValueConfig:
         require_place("json", self.json)
 
 
+@dataclass(frozen=True)
+class Side:
+    """One of two runs: its backend, its dtype, and the threads that it may use."""
+
+    backend: str
+    dtype: str
+    threads: int = 1
+
+    @classmethod
+    def parse(cls, flag: str, text: str) -> Side:
+        """The run that BACKEND:DTYPE or BACKEND:DTYPE:THREADS names; ValueError names the flag."""
+        form = "BACKEND:DTYPE or BACKEND:DTYPE:THREADS"
+        if not isinstance(text, str):
+            raise TypeError(f"{flag} is a {type(text).__name__}, {form} is needed")
+        backend, _, rest = text.partition(":")
+        dtype, colon, threads = rest.partition(":")
+        if backend not in BACKENDS or dtype not in DTYPES:
+            raise ValueError(f"{flag} is {text!r}, {form} is needed, of {BACKENDS} and {DTYPES}")
+        if not colon:
+            return cls(backend, dtype)
+        if not (threads.isascii() and threads.isdigit() and len(threads) <= 9):
+            raise ValueError(f"{flag} is {text!r}, a whole number of threads is needed")
+        try:
+            require_threads(int(threads))
+        except ValueError as error:
+            raise ValueError(f"{flag} is {text!r}: {error}") from error
+        return cls(backend, dtype, int(threads))
+
+
 @dataclass(frozen=True, kw_only=True)
 class LockstepConfig:
     """Which two runs to train side by side, and for how long.
@@ -152,6 +184,8 @@ class LockstepConfig:
     """UTF-8 text; without it data/tinyshakespeare.txt, or else a text that comes with Python."""
     seed: int = 42
     """Seed of the initial weights."""
+    envelope_steps: int = 300
+    """Follow the rounding envelope for so many steps; it takes most of the time."""
     plot: Path | None = None
     """Also draw the distances and the envelope into this file (.png or .svg)."""
     json: Path | None = None
@@ -160,6 +194,16 @@ class LockstepConfig:
     def __post_init__(self) -> None:
         if require_integer("steps", self.steps, 1) > MOST_LOCKSTEPS:
             raise ValueError(f"steps is {self.steps}, at most {MOST_LOCKSTEPS} are needed")
+        require_integer("envelope_steps", self.envelope_steps, 0)
+        Side.parse("a", self.a)
+        Side.parse("b", self.b)
         require_seed(self.seed)
         require_plot(self.plot)
         require_place("json", self.json)
+        if self.json is not None and self.json == self.plot:
+            raise ValueError(f"json and plot are both {self.json}, two files are needed")
+
+    @property
+    def sides(self) -> tuple[Side, Side]:
+        """Both runs, a and b."""
+        return Side.parse("a", self.a), Side.parse("b", self.b)
