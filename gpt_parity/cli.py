@@ -158,7 +158,8 @@ def bench(*, config: Annotated[BenchConfig | None, Parameter(name="*")] = None) 
 
 oracle = App(
     name="oracle",
-    help="Judge any GPT backward pass, tensor by tensor, against a reference.",
+    help="Judge any GPT backward pass, tensor by tensor, against a reference.\n\n"
+    "Example: gpt-parity oracle export -o reference",
     default_parameter=Parameter(negative=(), converter=convert),
 )
 app.command(oracle)
@@ -166,7 +167,8 @@ app.command(oracle)
 
 experiment = App(
     name="experiment",
-    help="Experiments with the model of the source text.",
+    help="Experiments with the model of the source text.\n\n"
+    "Example: gpt-parity experiment fill-value --values -1e9 0",
     default_parameter=Parameter(negative=(), converter=convert),
 )
 app.command(experiment)

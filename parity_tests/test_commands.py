@@ -582,15 +582,27 @@ def test_version_and_help_come_without_heavy_imports() -> None:
     assert re.match(r"gpt-parity \d+\.\d+", result.stdout) and "verify" in result.stdout
 
 
-@pytest.mark.parametrize("script", ["train", "generate"])
-def test_scripts_run_from_anywhere(script: str) -> None:
+SCRIPTS = sorted(path.name for path in (CHECKOUT / "scripts").glob("*.py"))
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_scripts_run_from_anywhere_and_show_an_example(script: str) -> None:
+    """And what they do not know ends in one line."""
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
-    result = subprocess.run(
-        [sys.executable, str(CHECKOUT / "scripts" / f"{script}.py"), "--help"],
-        capture_output=True, text=True, env=environment,
-    )  # fmt: skip
-    assert (result.returncode, result.stderr) == (0, "")
-    assert result.stdout.startswith(f"Usage: gpt-parity {script} ")
+
+    def run(flag: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, str(CHECKOUT / "scripts" / script), flag],
+            capture_output=True, text=True, env=environment,
+        )  # fmt: skip
+
+    shown = run("--help")
+    assert (shown.returncode, shown.stderr) == (0, "") and "Example: " in shown.stdout
+    if script in ("train.py", "generate.py"):
+        assert shown.stdout.startswith(f"Usage: gpt-parity {Path(script).stem} ")
+    wrong = run("--nonsense")
+    assert (wrong.returncode, wrong.stdout) == (2, "")
+    assert wrong.stderr.startswith("gpt-parity: error: ") and wrong.stderr.count("\n") == 1
 
 
 # --- provenance and threads -----------------------------------------------------------------------

@@ -691,7 +691,7 @@ def test_a_connection_cut_short_leaves_nothing(
 def test_script_prints_the_path(
     served: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    assert load_script().main([str(tmp_path / "data")]) == 0
+    assert load_script().main(tmp_path / "data") == 0
     assert capsys.readouterr().out == f"{tmp_path / 'data' / 'tinyshakespeare.txt'}\n"
 
 
@@ -699,7 +699,7 @@ def test_script_reports_an_error_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "tinyshakespeare.txt").write_bytes(b"my own text")
     done = run_python(str(ROOT / "scripts" / "fetch_data.py"), str(tmp_path))
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("error: ") and len(done.stderr.splitlines()) == 1
+    assert done.stderr.startswith("gpt-parity: error: ") and len(done.stderr.splitlines()) == 1
 
 
 @needs_shakespeare

@@ -2,26 +2,35 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # where nothing is installed
+
+from cyclopts import App
+
+from gpt_parity.cli import run_app
 from gpt_parity.corpus import fetch_tinyshakespeare
 
+DATA = Path(__file__).resolve().parents[1] / "data"
 
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    data = Path(__file__).resolve().parents[1] / "data"
-    parser.add_argument("folder", nargs="?", type=Path, default=data, help="default: %(default)s")
-    try:
-        print(fetch_tinyshakespeare(parser.parse_args(arguments).folder))
-    except (OSError, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
+
+def main(folder: Path = DATA, /) -> int:
+    """Download tinyshakespeare.txt, verified by its SHA-256; one that is there already stays.
+
+    Example: python scripts/fetch_data.py
+
+    Parameters
+    ----------
+    folder
+        Where to.
+    """
+    print(fetch_tinyshakespeare(folder))
     return 0
 
 
+app = App(help_format="plaintext", version_flags=[])
+app.default(main)
+
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_app(app))
