@@ -1,4 +1,4 @@
-"""The commands of the README as a reader types them, one after the other, in a copy of the project."""
+"""The commands of the README as a reader types them, in order, in a copy of the project."""
 
 from __future__ import annotations
 
