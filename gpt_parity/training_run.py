@@ -249,9 +249,10 @@ class Run:
     def _resume_command(self) -> str:
         program = ["gpt-parity", "train"]
         # As it was called, since it may not be installed.
-        if sys.argv[0].endswith("train.py"):
+        called = Path(sys.argv[0])
+        if called.name == "train.py":
             program = ["python", sys.argv[0]]
-        elif sys.argv[0].endswith("__main__.py"):
+        elif called.parts[-2:] == ("gpt_parity", "__main__.py"):
             program = ["python", "-m", "gpt_parity", "train"]
         folder = str(self.folder)
         command = [*program, "--resume", f"./{folder}" if folder.startswith("-") else folder]
