@@ -25,6 +25,7 @@ from gpt_parity.config import (
     GenerateConfig,
     TrainConfig,
     VerifyConfig,
+    require_place,
 )
 from gpt_parity.display import discard, say
 from gpt_parity.lessons.config import ExplainConfig, FillValueConfig, LockstepConfig
@@ -218,6 +219,7 @@ def check(mine: Path, /, *, config: Annotated[CheckConfig, Parameter(name="*")])
     with thread_limit(1, "numpy"):
         from gpt_parity.oracle.verdict import check_file, report_json
 
+        require_place("html", config.html, (mine,))
         report = check_file(mine, config)
         text = report_json(report) if config.json else str(report)
         PipeConsole().print(text, highlight=False, markup=False, soft_wrap=True)

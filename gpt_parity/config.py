@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, get_args
@@ -335,7 +337,7 @@ class VerifyConfig:
                 )
         require_integer("processes", self.processes, 1)
         for name in ("json", "html"):
-            require_place(name, getattr(self, name))
+            require_place(name, getattr(self, name), (self.data, self.checkpoint))
         require_seed(self.seed)
 
 
@@ -388,7 +390,7 @@ class BenchConfig:
         if self.json is not None and self.json == self.report:
             raise ValueError(f"json and report are both {self.json}, two files are needed")
         for name in ("json", "report"):
-            require_place(name, getattr(self, name))
+            require_place(name, getattr(self, name), (self.data,))
 
 
 @dataclass(frozen=True)
@@ -512,7 +514,7 @@ class CheckConfig:
     """Also write a page with tables and pictures to this file."""
 
     def __post_init__(self) -> None:
-        require_place("html", self.html)
+        require_place("html", self.html, (self.ref, self.map))
 
 
 def require_threads(count: int) -> None:
@@ -527,12 +529,25 @@ def require_seed(seed: int) -> None:
         raise ValueError(f"seed is {seed}, less than 2**32 is needed")
 
 
-def require_place(name: str, path: Path | None) -> None:
-    """Raise ValueError unless a file can be made at `path`, or replaced; None is no place."""
-    if path is not None and (
-        not path.parent.is_dir() or (path.exists() and not path.is_file())
-    ):  # fmt: skip
+def require_place(name: str, path: Path | None, inputs: Iterable[Path | None] = ()) -> None:
+    """Raise ValueError unless a file can be made at `path`, or replaced; None is no place.
+
+    A file that is one of the `inputs`, or in one of their folders, is not to be replaced.
+    """
+    if path is None:
+        return
+    if not path.parent.is_dir():
         raise ValueError(f"{name} is {path}, a file in a folder that exists is needed")
+    if path.exists() and not path.is_file():
+        raise ValueError(f"{name} is {path}, which is no regular file; a file is needed")
+    if not os.access(path.parent, os.W_OK):
+        raise ValueError(f"{name} is {path}, in a folder that cannot be written")
+    for source in inputs:
+        if source is None or not source.exists() or not path.exists():
+            continue
+        inside = source.is_dir() and path.resolve().is_relative_to(source.resolve())
+        if inside or source.samefile(path):
+            raise ValueError(f"{name} is {path}, which belongs to the input {source}")
 
 
 def require_choices(config: object) -> None:

@@ -21,12 +21,12 @@ def has_matplotlib() -> bool:
     return importlib.util.find_spec("matplotlib") is not None
 
 
-def require_matplotlib(flag: str) -> None:
+def require_matplotlib(what: str) -> None:
     """Raise ValueError with the way to install it where matplotlib cannot be imported."""
     if not has_matplotlib():
         raise ValueError(
-            f"{flag} needs matplotlib; install it with: python -m pip install "
-            f'-c constraints.txt -e ".[plots]" (in a checkout), or leave out {flag}'
+            f"{what} needs matplotlib; install it with: python -m pip install "
+            '-c constraints.txt -e ".[plots]" (in a checkout)'
         )
 
 

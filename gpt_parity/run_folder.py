@@ -42,6 +42,9 @@ def new_folder(folder: Path, overwrite: bool) -> Iterator[list[Path]]:
                 f"{folder}: holds a run already ({', '.join(held)}), another --out{goes_on} or "
                 "--overwrite is needed"
             )
+        for name in held:
+            if (folder / name).is_dir() and not (folder / name).is_symlink():
+                raise ValueError(f"{folder / name}: is a folder, no file of a run; move it away")
         with _named(folder):
             _clear(folder)
         yield [folder / name for name in held]
@@ -59,6 +62,12 @@ def existing_folder(folder: Path) -> Iterator[list[Path]]:
 def _clear(folder: Path) -> None:
     for name in RUN_FILES:
         remove_partial(folder, name)
+
+
+def remove(path: Path) -> None:
+    """Delete a file, if it is there; raises OSError that names it."""
+    with _named(path):
+        path.unlink(missing_ok=True)
 
 
 @contextmanager
@@ -195,8 +204,7 @@ class Checkpoints:
         for _, path in paths:
             # A later one is of a run that went on from an earlier step once more.
             if self.keep == 1 or path not in kept:
-                with _named(path):
-                    path.unlink(missing_ok=True)
+                remove(path)
 
     def _set_aside(self, path: Path) -> None:
         """Give the newest checkpoint a second name, under which it stays."""

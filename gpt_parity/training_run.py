@@ -6,7 +6,7 @@ import json
 import shlex
 import sys
 from collections.abc import Iterable
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,6 +29,7 @@ from gpt_parity.run_folder import (
     SAMPLE_NAME,
     Checkpoints,
     Metrics,
+    remove,
 )
 from gpt_parity.schedule import WarmupCosineScheduler
 from gpt_parity.training import GPTTrainer, StepResult
@@ -68,9 +69,6 @@ class Run:
         size = 0
         if checkpoint is None:
             self.save()
-            for path in stale:
-                if path.name not in (CONFIG_NAME, CHECKPOINT_NAME):  # which are replaced
-                    path.unlink(missing_ok=True)
         else:
             path = self.folder / CHECKPOINT_NAME
             self.checkpoints.step, size = checkpoint.step, checkpoint.run.metrics_size
@@ -82,6 +80,9 @@ class Run:
         if checkpoint is None or not (self.folder / CONFIG_NAME).exists():
             content = _config_json(config, self.model_config, corpus, self.facts)
             write_atomically(self.folder / CONFIG_NAME, content)
+        for path in stale:
+            if path.name not in (CONFIG_NAME, CHECKPOINT_NAME):  # which are replaced by now
+                remove(path)
         self.metrics = Metrics(self.folder / METRICS_NAME, size)
 
     def finish(self) -> int:
@@ -230,8 +231,12 @@ class Run:
         """The losses of the whole run as a picture, where matplotlib is installed."""
         if not has_matplotlib():
             return
-        with suppress(ImportError):  # an installation that is broken
+        try:
             draw(self.folder / PLOT_NAME, self._plot, (6.0, 3.5))
+        except ImportError:  # an installation that is broken
+            pass
+        except OSError as error:  # a run is more than its picture
+            self.farewell = f"gpt-parity: {error}; the run itself is whole"
 
     def _plot(self, figure: Figure) -> None:
         axes = figure.add_subplot()

@@ -162,6 +162,20 @@ def test_of_many_blocks_the_one_that_matters_is_drawn() -> None:
     assert "Of 6 blocks the one that matters is drawn" in drawing
 
 
+@pytest.mark.parametrize("place", ["mine.npz", "ref/manifest.json"])
+def test_a_page_does_not_replace_what_it_is_about(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["oracle", "export", "-o", "ref", "--preset", "tiny"]) == 0
+    np.savez("mine.npz", loss=np.zeros(()))
+    before = Path(place).read_bytes()
+    capsys.readouterr()
+    assert cli.main(["oracle", "check", "mine.npz", "--ref", "ref", "--html", place]) == 2
+    assert f"html is {place}, which belongs to the input " in capsys.readouterr().err
+    assert Path(place).read_bytes() == before
+
+
 def test_attention_uses_its_input_three_times() -> None:
     drawing = flow("f", [], 1)
     labels = re.findall(r'class="soft" x="[^"]*" y="[^"]*">([a-z]+)<', drawing)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -279,6 +280,40 @@ def test_a_disk_that_is_full_leaves_the_run_that_was_to_be_replaced(
     assert {path.name for path in Path("run").iterdir()} == {
         "config.json", "metrics.jsonl", "checkpoint.safetensors", "sample.txt",
     }  # fmt: skip
+
+
+def test_what_cannot_be_replaced_is_known_before_anything_is(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert train("run") == 0
+    for name in ("sample.txt", "metrics.jsonl"):
+        Path("run", name).rename("kept")
+        Path("run", name).mkdir()
+        before = {p.name: p.read_bytes() for p in Path("run").iterdir() if p.is_file()}
+        assert train("run", "--overwrite", "--seed", "7") == 2
+        assert one_line(capsys) == (
+            f"gpt-parity: error: run/{name}: is a folder, no file of a run; move it away"
+        )
+        assert before == {p.name: p.read_bytes() for p in Path("run").iterdir() if p.is_file()}
+        Path("run", name).rmdir()
+        Path("kept").rename(f"run/{name}")
+
+
+def test_a_file_that_cannot_be_removed_leaves_one_run_and_not_two(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The new one, with its own configuration."""
+    assert train("run") == 0
+
+    def refused(path: Path) -> None:
+        raise OSError(f"{path}: not permitted")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("gpt_parity.training_run.remove", refused)
+        assert train("run", "--overwrite", "--seed", "7") == 2
+    assert one_line(capsys) == "gpt-parity: error: run/metrics.jsonl: not permitted"
+    assert json.loads(Path("run/config.json").read_text())["train"]["seed"] == 7
+    assert load_checkpoint(Path("run")).run.recipe["seed"] == 7
 
 
 @needs_posix

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -168,8 +169,11 @@ def test_two_processes_give_what_one_gives(text: Path) -> None:
         (["--processes", "0"], "processes"),
         (["--checkpoint", "nowhere"], "nowhere"),
         (["--json", "nowhere/v.json"], "nowhere/v.json"),
-        (["--json", "."], "json is ., a file"),
-        (["--json", "/dev/null"], "json is /dev/null, a file in a folder that exists is needed"),
+        (["--json", "."], "json is ., which is no regular file; a file is needed"),
+        (["--json", "/dev/null"], "json is /dev/null, which is no regular file; a file is needed"),
+        (["--data", "text.txt", "--json", "text.txt"], "json is text.txt, which belongs to the"),
+        (["--data", "text.txt", "--html", "./text.txt"], "html is text.txt, which belongs to the"),
+        (["--checkpoint", "run", "--html", "run/c.html"], "which belongs to the input run"),
         (["--data", "/dev/zero"], "/dev/zero: cannot be read, is a device"),
         (["--checkpoint", "/dev/zero"], "/dev/zero: is no regular file"),
         (["--json", ""], "a path is needed"),
@@ -180,9 +184,24 @@ def test_a_mistake_of_the_user_is_one_line(
     flags: list[str], message: str, capsys, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    Path("text.txt").write_text("kept as it is")
+    Path("run").mkdir()
+    Path("run/c.html").touch()
     assert cli.main(["verify", *flags]) == 2
+    assert Path("text.txt").read_text() == "kept as it is"
     error = capsys.readouterr().err
     assert error.startswith("gpt-parity: error:") and error.count("\n") == 1 and message in error
+
+
+def test_a_folder_that_cannot_be_written_is_known_before_the_work(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gpt_parity.config.os.access", lambda path, mode: mode != os.W_OK)
+    assert cli.main(["verify", "--json", str(tmp_path / "v.json")]) == 2
+    error = capsys.readouterr().err
+    assert error == (
+        f"gpt-parity: error: json is {tmp_path / 'v.json'}, in a folder that cannot be written\n"
+    )
 
 
 def test_an_invalid_text_and_a_foreign_checkpoint(text: Path, tmp_path: Path, capsys) -> None:

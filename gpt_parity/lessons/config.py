@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -27,11 +28,11 @@ from gpt_parity.schedule import require_integer
 MOST_POSITIONS = 2000
 
 
-def require_plot(path: Path | None) -> None:
+def require_plot(path: Path | None, inputs: Iterable[Path | None] = ()) -> None:
     """Raise ValueError unless a drawing can be written there; None is no drawing."""
     if path is not None:
         require_format("plot", path)
-        require_place("plot", path)
+        require_place("plot", path, inputs)
         require_matplotlib("--plot")
 
 
@@ -87,7 +88,7 @@ class ExplainConfig:
                 raise ValueError(f"{name} is given with checkpoint, one of them is needed")
         if self.prompt == "":
             raise ValueError("prompt is empty, at least one character is needed")
-        require_plot(self.plot)
+        require_plot(self.plot, (self.checkpoint,))
 
     @property
     def length(self) -> int:
@@ -134,8 +135,8 @@ class FillValueConfig:
         require_seed(self.seed)
         if self.json is not None and self.json == self.plot:
             raise ValueError(f"json and plot are both {self.json}, two files are needed")
-        require_plot(self.plot)
-        require_place("json", self.json)
+        require_plot(self.plot, (self.data,))
+        require_place("json", self.json, (self.data,))
 
 
 @dataclass(frozen=True)
@@ -198,8 +199,8 @@ class LockstepConfig:
         Side.parse("a", self.a)
         Side.parse("b", self.b)
         require_seed(self.seed)
-        require_plot(self.plot)
-        require_place("json", self.json)
+        require_plot(self.plot, (self.data,))
+        require_place("json", self.json, (self.data,))
         if self.json is not None and self.json == self.plot:
             raise ValueError(f"json and plot are both {self.json}, two files are needed")
 
