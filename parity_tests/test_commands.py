@@ -390,9 +390,10 @@ def test_characters_come_one_by_one(
     checkpoint(capsys)
     pipe = Pipe()
     stdout = io.TextIOWrapper(io.BufferedWriter(pipe), encoding="ascii")
-    monkeypatch.setattr(sys, "stdout", stdout)
     flags = ["--prompt", "hübü", "--tokens", "60", "--temperature", "inf"]
-    assert main(["generate", "--checkpoint", "run", *flags]) == 0
+    with monkeypatch.context() as patch:  # undone before `capsys` puts back its own
+        patch.setattr(sys, "stdout", stdout)
+        assert main(["generate", "--checkpoint", "run", *flags]) == 0
     first, *others, end = [block.decode("utf-8") for block in pipe.blocks]
     assert first[:4] == "hübü" and len(first) == 5  # with the first character
     assert [len(block) for block in others] == [1] * 59 and end == "\n"
