@@ -249,7 +249,8 @@ class Run:
                 axes.plot(*zip(*losses, strict=True), style, markersize=4, label=label)
         axes.set(xlabel="step", ylabel="loss", title=f"{self.config.backend} {self.config.dtype}")
         axes.grid(alpha=0.3)
-        axes.legend()
+        if axes.lines:  # somebody may have removed the metrics
+            axes.legend()
 
     def _resume_command(self) -> str:
         program = ["gpt-parity", "train"]

@@ -51,7 +51,7 @@ def typed(block: str, checkout: Path) -> str:
     return done.stdout
 
 
-@pytest.mark.skipif(not (ROOT / TEXT).exists(), reason=f"needs {TEXT}: scripts/fetch_data.py")
+@pytest.mark.skipif(not (ROOT / TEXT).exists(), reason=f"needs {TEXT}: run scripts/fetch_data.py")
 @pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler: install gcc or clang")
 def test_every_command_of_the_readme_runs_as_it_stands(checkout: Path) -> None:
     verified, trained, resumed, judged, explained = (

@@ -97,7 +97,9 @@ def test_every_operation_is_derived_and_every_function_of_the_page_is_tested() -
 
 
 def test_every_formula_is_well_formed() -> None:
-    mathtext = pytest.importorskip("matplotlib.mathtext")
+    mathtext = pytest.importorskip(
+        "matplotlib.mathtext", reason="needs matplotlib: the extra plots"
+    )
     formulas = [display or inline for display, inline in MATH.findall(PAGE)]
     assert len(formulas) >= 25
     for formula in formulas:

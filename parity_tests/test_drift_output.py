@@ -78,7 +78,7 @@ def test_long_names_and_numbers_fit_into_80_columns() -> None:
     assert max(map(len, lines)) <= 80 and "…" not in output.getvalue()
 
 
-@pytest.mark.skipif(not has_matplotlib(), reason="needs matplotlib")
+@pytest.mark.skipif(not has_matplotlib(), reason="needs matplotlib: the extra plots")
 @pytest.mark.parametrize(("b", "curves"), [("torch:float64", True), ("numpy:float32", False)])
 def test_the_drawing_has_its_curves_and_a_band_for_each_kind(
     b: str, curves: bool, monkeypatch: pytest.MonkeyPatch

@@ -207,7 +207,7 @@ def experiment(*flags: str) -> int:
 def test_the_command_prints_writes_and_draws(
     backend: str, folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip("matplotlib")
+    pytest.importorskip("matplotlib", reason="needs matplotlib: the extra plots")
     monkeypatch.setenv("COLUMNS", "200")
     flags = ("--values", "-1e9", "-inf", "0", "-10", "--steps", "3", "--backend", backend)
     assert experiment(*flags, "--json", "a.json", "--plot", "a.svg") == 0
@@ -239,7 +239,7 @@ def test_the_command_prints_writes_and_draws(
 
 @pytest.mark.reference("exact property")
 def test_the_same_command_gives_the_same_files(folder: Path) -> None:
-    pytest.importorskip("matplotlib")
+    pytest.importorskip("matplotlib", reason="needs matplotlib: the extra plots")
     drawings, fills = [], []
     for _ in range(2):
         flags = ("--values", "0", "-inf", "--steps", "3", "--json", "a.json", "--plot", "a.svg")

@@ -376,7 +376,7 @@ def test_the_command_writes_the_page_and_the_same_report(
     assert str(folder) not in (folder / "p.html").read_text("utf-8")
 
 
-@pytest.mark.skipif(os.name != "posix", reason="needs a limit of file sizes: POSIX")
+@pytest.mark.skipif(os.name != "posix", reason="needs a limit of file sizes: run on Linux or macOS")
 def test_on_a_full_disk_the_old_page_stays_whole(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

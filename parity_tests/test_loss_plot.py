@@ -170,3 +170,18 @@ def test_a_run_is_more_than_a_picture_that_cannot_be_written(
     assert err == (
         f"gpt-parity: {PLOT}: cannot be written, is no regular file; the run itself is whole\n"
     )
+
+
+@needs_matplotlib
+def test_metrics_that_somebody_removed_leave_an_empty_picture_and_no_warning(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    right = training_run.Run._sample
+
+    def sample(run: training_run.Run) -> None:
+        right(run)
+        Path("run/metrics.jsonl").unlink()
+
+    monkeypatch.setattr(training_run.Run, "_sample", sample)
+    assert train("--max-steps", "3") == 0
+    assert PLOT.read_bytes().startswith(PNG) and capsys.readouterr().err == ""
