@@ -11,7 +11,8 @@ from typing import Any
 
 from threadpoolctl import threadpool_limits
 
-from gpt_parity.config import BACKENDS, GPTConfig
+from gpt_parity.config import BACKENDS
+from gpt_parity.model_config import GPT2Config, GPTConfig
 from gpt_parity.schedule import require_integer
 
 
@@ -20,7 +21,7 @@ class MissingBackendError(ImportError):
 
 
 def load_backend(name: str) -> ModuleType:
-    """Return the package with GPT, GPTLoss, AdamWOptimizer and no_grad of "numpy" or "torch".
+    """Return the package with GPT, GPT2, GPTLoss, AdamWOptimizer and no_grad of a backend.
 
     Raises ValueError for another name, MissingBackendError where PyTorch cannot be imported.
     """
@@ -55,7 +56,7 @@ def build_model(
     backend: str, config: GPTConfig, seed: int = 0, dtype: Any = "float32", *,
     allow_leak: bool = False,
 ) -> Any:  # fmt: skip
-    """Return a GPT with the weights of `seed`, the same numbers in both backends.
+    """Return the model of `config` with the weights of `seed`, the same numbers in both backends.
 
     dtype: its name or NumPy dtype. Raises what `load_backend` and the model raise, and ValueError
     for a model that does not fit into the machine.
@@ -64,10 +65,13 @@ def build_model(
 
     name = np.dtype(dtype).name
     config.require_memory(name)
-    return load_backend(backend).GPT(
-        config.vocab_size, config.context_size, config.embedding_size, config.blocks,
-        seed=seed, dtype=name, mask_value=config.mask_value, allow_leak=allow_leak,
-    )  # fmt: skip
+    package = load_backend(backend)
+    sizes = (config.vocab_size, config.context_size, config.embedding_size, config.blocks)
+    options = {"seed": seed, "dtype": name, "mask_value": config.mask_value,
+               "allow_leak": allow_leak}  # fmt: skip
+    if isinstance(config, GPT2Config):
+        return package.GPT2(*sizes, config.heads, **options)
+    return package.GPT(*sizes, **options)
 
 
 @contextmanager

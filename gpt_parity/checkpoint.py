@@ -19,10 +19,11 @@ from safetensors.numpy import save
 
 from gpt_parity.arrays import read_safetensors
 from gpt_parity.backends import backend_of, build_model
-from gpt_parity.config import BACKENDS, DTYPES, GPTConfig, TrainConfig
+from gpt_parity.config import BACKENDS, DTYPES, TrainConfig
 from gpt_parity.corpus import CharTokenizer
 from gpt_parity.files import write_atomically
 from gpt_parity.manifest import one_line, parse_manifest, shown, some
+from gpt_parity.model_config import GPTConfig, model_config
 from gpt_parity.schedule import require_integer
 from gpt_parity.weights import check_arrays, get_weights, named_parameters, set_weights
 
@@ -239,7 +240,7 @@ def load_checkpoint(
 
 def _from_arrays(manifest: dict[str, Any], arrays: dict[str, np.ndarray]) -> Checkpoint:
     config, dtype, backend = (
-        GPTConfig(**manifest["config"]), manifest["dtype"], manifest["backend"],
+        model_config(manifest["config"]), manifest["dtype"], manifest["backend"],
     )  # fmt: skip
     # Before any work that grows with what the manifest claims.
     if config.blocks > len(arrays):
@@ -271,7 +272,7 @@ def _from_arrays(manifest: dict[str, Any], arrays: dict[str, np.ndarray]) -> Che
     run = _training_run(manifest.get("run"), random, optimizer)
     if run is not None:
         recipe = TrainConfig.from_recipe(run.recipe)
-        found = (recipe.model(config.vocab_size), recipe.backend, recipe.dtype)
+        found = (recipe.model_config(config.vocab_size), recipe.backend, recipe.dtype)
         if found != (config, backend, dtype):
             raise ValueError(
                 f"manifest: run is of {found}, {(config, backend, dtype)} of the model is needed"

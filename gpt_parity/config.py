@@ -11,10 +11,13 @@ from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from cyclopts import Parameter
 
-from gpt_parity.machine import MOST_THREADS, available_cores, require_memory
+from gpt_parity.machine import MOST_THREADS, available_cores
+from gpt_parity.model_config import GPT2Config, GPTConfig
 from gpt_parity.schedule import require_integer, require_real
 
 Backend = Literal["numpy", "torch"]
+ModelName = Literal["gpt", "gpt2"]
+Windows = Literal["ordered", "random"]
 Dtype = Literal["float32", "float64"]
 
 
@@ -22,101 +25,36 @@ Dtype = Literal["float32", "float64"]
 # interpreter, some tenths of a millisecond.
 WORTH_SEVERAL_CORES = 4 * 10**8
 
-# Of a parameter with its layer, beside its numbers.
-BYTES_PER_PARAMETER_OBJECT = 2000
-
-# A tape and a module list of Python objects are made for each.
-MOST_BLOCKS = 10_000
 # Steps of which every batch, or every state, is kept.
 MOST_LOCKSTEPS, MOST_BUNDLE_STEPS = 100_000, 1_000
 
 BACKENDS: tuple[Backend, ...] = ("numpy", "torch")
+MODELS: tuple[ModelName, ...] = ("gpt", "gpt2")
+WINDOWS: tuple[Windows, ...] = ("ordered", "random")
 DTYPES: tuple[Dtype, ...] = ("float32", "float64")
-
-
-@dataclass(frozen=True)
-class GPTConfig:
-    """The sizes that determine the names and shapes of a model's weights.
-
-    Raises ValueError for sizes below 1 and a NaN as the fill, TypeError for values that are no
-    numbers.
-    """
-
-    vocab_size: int
-    """V, the number of token ids."""
-    context_size: int = 32
-    """C, the longest input in tokens."""
-    embedding_size: int = 64
-    """E, the width of the model."""
-    blocks: int = 2
-    """Number of transformer blocks."""
-    mask_value: float = -1e9
-    """Fill of the masked attention scores."""
-
-    def __post_init__(self) -> None:
-        for name in ("vocab_size", "context_size", "embedding_size", "blocks"):
-            object.__setattr__(self, name, require_integer(name, getattr(self, name), 1))
-        if self.blocks > MOST_BLOCKS:
-            raise ValueError(f"blocks is {self.blocks}, at most {MOST_BLOCKS} are needed")
-        object.__setattr__(self, "mask_value", require_real("mask_value", self.mask_value))
-        if math.isnan(self.mask_value):
-            raise ValueError("mask_value is nan, a number is needed")
-
-    def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return names and shapes of the weights in the order of construction, without a model."""
-        vocab, width = self.vocab_size, self.embedding_size
-
-        def linear(name: str, inputs: int, outputs: int) -> dict[str, tuple[int, ...]]:
-            return {f"{name}.weight": (outputs, inputs), f"{name}.bias": (outputs,)}
-
-        shapes: dict[str, tuple[int, ...]] = {
-            "embedding.embedding.weight": (vocab, width),
-            "embedding.positional_embedding.weight": (self.context_size, width),
-        }
-        for block in range(self.blocks):
-            shapes |= linear(f"transformers.{block}.attention.output", width, width)
-            shapes |= linear(f"transformers.{block}.feed_forward.input", width, 4 * width)
-            shapes |= linear(f"transformers.{block}.feed_forward.output", 4 * width, width)
-        return shapes | linear("output.output", width, vocab)
-
-    def parameter_count(self) -> int:
-        """Return the number of weights."""
-        vocab, width = self.vocab_size, self.embedding_size
-        ends = (2 * vocab + self.context_size) * width + vocab
-        return ends + self.blocks * (9 * width * width + 6 * width)
-
-    def require_memory(
-        self, dtype: str, *, training: bool = False, batch_size: int = 0, length: int = 0
-    ) -> None:
-        """Raise ValueError where a model of these sizes cannot fit into this machine.
-
-        training: with gradients and moments. batch_size, length: of a batch whose scores and
-        feed-forward values are kept for the backward pass.
-        """
-        rows = batch_size * length
-        values = self.parameter_count() * (4 if training else 1)
-        values += self.blocks * rows * (length + 8 * self.embedding_size)
-        objects = (4 + 6 * self.blocks) * BYTES_PER_PARAMETER_OBJECT
-        require_memory(
-            f"a model of {self.parameter_count():,} parameters in {self.blocks:,} blocks",
-            values * (8 if dtype == "float64" else 4) + objects,
-        )
-
-    def operations(self, batch_size: int, length: int) -> int:
-        """Additions and multiplications in the matrix products of one training step.
-
-        A product of n rows with a weight of p elements takes 2 n p forward, and twice that for its
-        two gradients; so do the two products in attention, T columns wide.
-        """
-        width = self.embedding_size
-        linear = self.blocks * 9 * width * width + width * self.vocab_size
-        return 6 * batch_size * length * (linear + self.blocks * 2 * length * width)
 
 
 # Fields of TrainConfig that say where a run is, not what it computes.
 PLACES = frozenset({"data", "out", "overwrite", "resume", "anomaly"})
 # Those that a run which goes on may change.
 CHANGEABLE = frozenset({"backend", "data", "threads", "save_every", "keep", "anomaly"})
+
+
+# Fields that came later: a recipe without one of them means the default.
+LATER = frozenset({"model", "preset", "heads", "windows"})
+
+# Sizes and recipes of GPT-2 by name; what is given explicitly goes before them.
+GPT2_PRESETS: dict[str, dict[str, Any]] = {
+    "baby": {
+        "context_size": 64, "embedding_size": 128, "blocks": 4, "heads": 4, "batch_size": 12,
+        "windows": "random", "max_steps": 2000, "betas": (0.9, 0.99), "weight_decay": 0.1,
+    },
+    "gpt2": {
+        "context_size": 1024, "embedding_size": 768, "blocks": 12, "heads": 12, "windows": "random",
+        "learning_rate": 6e-4, "min_learning_rate": 6e-5, "betas": (0.9, 0.95),
+        "weight_decay": 0.1,
+    },
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,6 +67,11 @@ class TrainConfig:
 
     backend: Backend = "numpy"
     """Which implementation trains."""
+    model: ModelName = "gpt"
+    """The model of the source text, or GPT-2."""
+    preset: Literal["baby", "gpt2"] | None = None
+    """Sizes and recipe of a GPT-2, but for what is given: baby (0.8 million parameters, 2,000 steps
+    on random windows), or gpt2 (85 million and the vocabulary's)."""
     data: Path | None = None
     """UTF-8 text; without it data/tinyshakespeare.txt, or else a text that comes with Python."""
     out: Path | None = None
@@ -142,9 +85,10 @@ class TrainConfig:
     dtype: Dtype = "float32"
     """Precision of weights, gradients and moments."""
     epochs: int = 2
-    """Passes over the training part of the text."""
+    """Passes over the training part of the text, or as many random windows."""
     max_steps: int | None = None
-    """End after this many steps, and the learning rate's schedule with them."""
+    """End after this many steps, and the learning rate's schedule with them; of random windows
+    also more than the epochs have."""
     batch_size: int = 4
     """Windows per step."""
     context_size: int = 32
@@ -153,6 +97,10 @@ class TrainConfig:
     """Width of the model."""
     blocks: int = 2
     """Number of transformer blocks."""
+    heads: int = 4
+    """Attention heads of a GPT-2; the model of the source text has one."""
+    windows: Windows = "ordered"
+    """Which windows of the text make a batch: the next ones, or ones drawn from the seed."""
     learning_rate: float = 1e-3
     """Learning rate at the end of the warm-up."""
     warmup: int = 100
@@ -191,11 +139,12 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         require_choices(self)
+        self._apply_preset()
         if self.resume is not None and self.overwrite:
             raise ValueError("resume and overwrite are both set, one of them is needed")
         require_seed(self.seed)
-        sizes = ("epochs", "batch_size", "context_size", "embedding_size", "blocks", "log_every",
-                 "sample_tokens", "save_every", "keep")  # fmt: skip
+        sizes = ("epochs", "batch_size", "context_size", "embedding_size", "blocks", "heads",
+                 "log_every", "sample_tokens", "save_every", "keep")  # fmt: skip
         for name in sizes:
             require_integer(name, getattr(self, name), 1)
         for name in ("max_steps", "eval_every"):
@@ -203,7 +152,7 @@ class TrainConfig:
                 require_integer(name, getattr(self, name), 1)
         if self.threads is not None:
             require_threads(self.threads)
-        self.model(1)  # the sizes are in range
+        self.model_config(1)  # the sizes are in range
         require_integer("warmup", self.warmup, 0)
         for name in ("learning_rate", "min_learning_rate"):
             if not 0 < require_real(name, getattr(self, name)) < math.inf:
@@ -225,10 +174,24 @@ class TrainConfig:
         if not require_real("max_norm", self.max_norm) > 0:
             raise ValueError(f"max_norm is {self.max_norm}, a number above 0 is needed")
 
+    def _apply_preset(self) -> None:
+        if self.preset is not None and self.preset not in GPT2_PRESETS:
+            known = tuple(GPT2_PRESETS)
+            raise ValueError(f"preset is {self.preset!r}, one of {known} is needed")
+        if self.model != "gpt2":
+            given = [name for name in ("preset", "heads") if name in self.given]
+            if any(getattr(self, n) != getattr(TrainConfig, n) for n in given):
+                raise ValueError(f"{given[0]} is given, which only --model gpt2 has")
+            return
+        for name, value in GPT2_PRESETS.get(self.preset or "", {}).items():
+            if name not in self.given:
+                object.__setattr__(self, name, value)
+
     @property
     def run_folder(self) -> Path:
-        """`out`, or the folder named after backend, dtype and seed."""
-        return self.out or Path("runs") / f"{self.backend}-{self.dtype}-seed{self.seed}"
+        """`out`, or the folder named after model (if it is GPT-2), backend, dtype and seed."""
+        model = "" if self.model == "gpt" else f"{self.model}-"
+        return self.out or Path("runs") / f"{model}{self.backend}-{self.dtype}-seed{self.seed}"
 
     @property
     def recipe(self) -> dict[str, Any]:
@@ -240,9 +203,12 @@ class TrainConfig:
 
     @classmethod
     def from_recipe(cls, recipe: dict[str, Any], **places: Any) -> TrainConfig:
-        """The configuration with these fields; ValueError for any other set of names."""
+        """The configuration with these fields; ValueError for any other set of names.
+
+        Those of LATER may be absent.
+        """
         needed = {f.name for f in fields(cls)} - PLACES
-        if set(recipe) != needed:
+        if set(recipe) | LATER != needed:
             raise ValueError(f"recipe has {sorted(recipe)}, {sorted(needed)} is needed")
         if not isinstance(recipe["betas"], list):
             raise ValueError(f"betas is {recipe['betas']!r}, two numbers are needed")
@@ -256,16 +222,24 @@ class TrainConfig:
         if self.threads is not None:
             return self.threads
         # Of the vocabulary nothing is known here, and its part is small.
-        work = self.model(1).operations(self.batch_size, self.context_size)
+        work = self.model_config(1).operations(self.batch_size, self.context_size)
         if work < WORTH_SEVERAL_CORES:
             return 1
         # NumPy splits the batch.
         cores = available_cores()
         return min(cores, self.batch_size) if self.backend == "numpy" else cores
 
-    def model(self, vocab_size: int) -> GPTConfig:
+    def total_steps(self, batches: int) -> int:
+        """The steps of the whole run, with so many batches an epoch."""
+        epochs = self.epochs * batches
+        if self.max_steps is None:
+            return epochs
+        return self.max_steps if self.windows == "random" else min(epochs, self.max_steps)
+
+    def model_config(self, vocab_size: int) -> GPTConfig:
         """Return the model's part of this configuration."""
-        return GPTConfig(vocab_size, self.context_size, self.embedding_size, self.blocks)
+        sizes = (vocab_size, self.context_size, self.embedding_size, self.blocks)
+        return GPT2Config(*sizes, heads=self.heads) if self.model == "gpt2" else GPTConfig(*sizes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -312,6 +286,8 @@ class VerifyConfig:
     Raises ValueError for values out of range, TypeError for values of another type.
     """
 
+    model: ModelName = "gpt"
+    """The model of the source text, or a GPT-2 of its sizes; a checkpoint has its own."""
     data: Path | None = None
     """UTF-8 text; without it data/tinyshakespeare.txt, or else a text that comes with Python."""
     checkpoint: Path | None = None
@@ -336,6 +312,7 @@ class VerifyConfig:
                     f"{name} is {getattr(self, name)}, at most {MOST_LOCKSTEPS} are needed"
                 )
         require_integer("processes", self.processes, 1)
+        require_choices(self)
         for name in ("json", "html"):
             require_place(name, getattr(self, name), (self.data, self.checkpoint))
         require_seed(self.seed)
@@ -408,6 +385,9 @@ PRESETS: dict[str, Preset] = {
     "source": Preset(GPTConfig(65, 32, 64, 2), batch_size=4, length=32),
     "wide": Preset(GPTConfig(65, 32, 256, 1), batch_size=2, length=32),
     "deep": Preset(GPTConfig(65, 16, 32, 6), batch_size=4, length=16),
+    # H = 3 and D = 4 differ from all others too.
+    "gpt2-tiny": Preset(GPT2Config(13, 7, 12, 2, heads=3), batch_size=5, length=6),
+    "gpt2-baby": Preset(GPT2Config(65, 64, 128, 4, heads=4), batch_size=4, length=64),
 }
 
 
@@ -426,8 +406,8 @@ class ExportConfig:
     """Your token ids: an npy file of integers (B, T), or a file that holds an array "tokens"."""
     targets: Path | None = None
     """Your target ids, likewise; "targets" of the tokens' file by default."""
-    preset: Literal["tiny", "source", "wide", "deep"] = "source"
-    """Sizes for weights that are drawn: tiny, source (the text's), wide or deep."""
+    preset: Literal["tiny", "source", "wide", "deep", "gpt2-tiny", "gpt2-baby"] = "source"
+    """Sizes for weights that are drawn: tiny, source (the text's), wide, deep, or of a GPT-2."""
     vocab_size: int | None = None
     """V in place of the preset's."""
     context_size: int | None = None
@@ -436,6 +416,8 @@ class ExportConfig:
     """E in place of the preset's."""
     blocks: int | None = None
     """Number of blocks in place of the preset's."""
+    heads: int | None = None
+    """Attention heads in place of those of a GPT-2's preset; those of your own GPT-2's weights."""
     batch_size: int | None = None
     """B in place of the preset's."""
     length: int | None = None
@@ -467,8 +449,8 @@ class ExportConfig:
             raise ValueError(f"preset is {self.preset!r}, one of {tuple(PRESETS)} is needed")
         if self.init not in ("order-one", "training"):
             raise ValueError(f"init is {self.init!r}, order-one or training is needed")
-        for name in ("vocab_size", "context_size", "embedding_size", "blocks", "batch_size",
-                     "length"):  # fmt: skip
+        for name in ("vocab_size", "context_size", "embedding_size", "blocks", "heads",
+                     "batch_size", "length"):  # fmt: skip
             if getattr(self, name) is not None:
                 require_integer(name, getattr(self, name), 1)
         if require_integer("steps", self.steps, 0) > MOST_BUNDLE_STEPS:
@@ -551,7 +533,9 @@ def require_place(name: str, path: Path | None, inputs: Iterable[Path | None] = 
 
 
 def require_choices(config: object) -> None:
-    """Raise ValueError unless the backend and dtype of `config`, where it has them, are known."""
-    for name, known in (("backend", BACKENDS), ("dtype", DTYPES)):
+    """Raise ValueError unless what `config` has of these choices is known."""
+    for name, known in (
+        ("backend", BACKENDS), ("dtype", DTYPES), ("model", MODELS), ("windows", WINDOWS),
+    ):  # fmt: skip
         if getattr(config, name, known[0]) not in known:
             raise ValueError(f"{name} is {getattr(config, name)!r}, one of {known} is needed")

@@ -272,6 +272,20 @@ class CharDataset:
         ids = self._ids[split]
         return ids[places], ids[places + 1]
 
+    def random_batch(self, split: str, seed: int, step: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return (tokens, targets) of `batch_size` windows that start anywhere in the part.
+
+        Drawn from default_rng([seed, step]), so that a batch does not depend on those before it.
+        New int64 arrays (B, T); raises ValueError as `batch`, and for negative numbers.
+        """
+        self.batch_count(split)
+        ids = self._ids[split]
+        rng = np.random.default_rng([require_integer("seed", seed, 0),
+                                     require_integer("step", step, 0)])  # fmt: skip
+        starts = rng.integers(len(ids) - self.context_size, size=self.batch_size)
+        places = starts[:, None] + np.arange(self.context_size)  # (B, T)
+        return ids[places], ids[places + 1]
+
     def batches(self, split: str) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Return an iterator over all batches of `split` in order; ValueError as `batch`."""
         return (self.batch(split, index) for index in range(self.batch_count(split)))

@@ -52,9 +52,8 @@ def _train(config: TrainConfig, checkpoint: Checkpoint | None) -> int:
         )  # fmt: skip
     except ValueError as error:
         raise ValueError(f"{corpus.name}: {error}") from error
-    total = config.epochs * dataset.batch_count("train")
-    total = min(total, config.max_steps or total)
-    trainer = new_trainer(config, config.model(dataset.vocab_size))
+    total = config.total_steps(dataset.batch_count("train"))
+    trainer = new_trainer(config, config.model_config(dataset.vocab_size))
     sampler = np.random.RandomState(config.seed)
     if checkpoint is not None:
         _check_position(checkpoint, total, dataset)

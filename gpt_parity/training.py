@@ -91,10 +91,13 @@ class GPTTrainer:
 
     def train(
         self, dataset: CharDataset, epochs: int, scheduler: Callable[[int], float], *,
-        start: int = 0, max_steps: int | None = None,
+        start: int = 0, max_steps: int | None = None, windows_seed: int | None = None,
         on_step: Callable[[int, StepResult], None] | None = None,
     ) -> list[StepResult]:  # fmt: skip
-        """Train on the training part, batches in order, and return the result of every step.
+        """Train on the training part and return the result of every step.
+
+        Batches come in order, or with `windows_seed` as random windows, of which `max_steps` may
+        be more than the epochs have.
 
         The rate of step t is scheduler(t), t from `start` at each call: the steps of these epochs
         that were finished before. `max_steps` counts them too. `on_step(t + 1, result)` is called
@@ -105,12 +108,17 @@ class GPTTrainer:
         batches = dataset.batch_count("train")
         total = batches * require_integer("epochs", epochs, 1)
         if max_steps is not None:
-            total = min(total, require_integer("max_steps", max_steps, 1))
+            require_integer("max_steps", max_steps, 1)
+            total = min(total, max_steps) if windows_seed is None else max_steps
         results: list[StepResult] = []
         with layer_modes(layers_of(self.model), training=True):
             for step in range(start, total):
                 self.optimizer.lr = scheduler(step)
-                results.append(self.train_step(*dataset.batch("train", step % batches)))
+                if windows_seed is None:
+                    batch = dataset.batch("train", step % batches)
+                else:
+                    batch = dataset.random_batch("train", windows_seed, step)
+                results.append(self.train_step(*batch))
                 if on_step is not None:
                     on_step(step + 1, results[-1])
         return results

@@ -54,7 +54,7 @@ class Run:
         self.config, self.corpus, self.dataset, self.trainer = config, corpus, dataset, trainer
         self.total, self.sampler = total, sampler
         self.folder = config.run_folder
-        self.model_config = config.model(dataset.vocab_size)
+        self.model_config = config.model_config(dataset.vocab_size)
         self.facts = provenance()
         self.stop = StopBetweenSteps()
         self.display = Display(total, config.batch_size * config.context_size, trainer.steps)
@@ -111,6 +111,7 @@ class Run:
                 trainer.train(
                     self.dataset, config.epochs, scheduler, start=trainer.steps,
                     max_steps=self.total, on_step=self.after_step,
+                    windows_seed=config.seed if config.windows == "random" else None,
                 )  # fmt: skip
             loss = self.validate()
             self._sample()

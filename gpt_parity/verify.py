@@ -113,9 +113,9 @@ def subject_of(config: VerifyConfig) -> Subject:
     """The weights and the text that `config` names; ValueError for those that do not do."""
     corpus = read_corpus(config.data)
     if config.checkpoint is None:
-        recipe = TrainConfig()
+        recipe = TrainConfig(model=config.model)
         dataset = _dataset(corpus, recipe.context_size, None)
-        model_config = recipe.model(dataset.vocab_size)
+        model_config = recipe.model_config(dataset.vocab_size)
         weights = get_weights(build_model("numpy", model_config, config.seed, "float32"))
     else:
         checkpoint = load_checkpoint(config.checkpoint)
@@ -155,12 +155,12 @@ def lockstep_setting(steps: int, subject: Subject) -> Setting:
     )  # fmt: skip
 
 
-def _plain_case(unit: Unit) -> tuple[Trace, Tolerances]:
+def _plain_case(kind: type[GPTConfig], unit: Unit) -> tuple[Trace, Tolerances]:
     """A fixed pass at initial weights, to plant slips into: there every tensor can be judged.
 
     In the weights at hand a gradient may be zero or symmetric, and a slip in it no slip at all.
     """
-    config = GPTConfig(vocab_size=65)
+    config = kind(vocab_size=65)
     tokens, targets = np.random.RandomState(0).randint(0, 65, (2, BATCH_SIZE, config.context_size))
     model = build_model("numpy", config, seed=0, dtype="float64")
     return model_tolerances(model, load_backend("numpy").GPTLoss(), tokens, targets, unit)
@@ -188,7 +188,7 @@ def _verification(config: VerifyConfig, subject: Subject) -> Verification:
             reports[backend, dtype] = compare_traces(
                 candidate, clean, tolerances, dtype, keep=config.html is not None
             )
-        slips[dtype] = show_slips(*_plain_case(unit), dtype)
+        slips[dtype] = show_slips(*_plain_case(type(subject.config), unit), dtype)
         if unit is FLOAT64:
             allowed = None if subject.at_initialisation else tolerances
             complex_model, loss_fn = build("numpy", "complex128")

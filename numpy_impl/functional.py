@@ -17,6 +17,7 @@ from numpy_impl.tensor import Tensor
 
 SQRT_2_OVER_PI = math.sqrt(2.0 / math.pi)
 GELU_CUBIC = 0.044715
+LAYER_NORM_EPS = 1e-5  # as GPT-2 has it
 # tanh is exactly +-1 long before this argument in every dtype, and its cube does not overflow
 # the smallest one, float16.
 GELU_SATURATED = 20.0
@@ -125,26 +126,71 @@ def _select(op: str, x: Tensor, keep: np.ndarray, value: float) -> Tensor:
     return Tensor.from_op(op, y, (x,), gradient_fn)
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """y = x W^T + b:  (..., in), (out, in), (out,) -> (..., out).
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """y = x W^T + b:  (..., in), (out, in), (out,) -> (..., out); without a bias b = 0.
 
     dx = G W,  dW = G^T x and db = sum G over all leading axes.
     """
     shape, w = x.data.shape, weight.data
+    parents = (x, weight) if bias is None else (x, weight, bias)
     if not shape or shape[-1] != w.shape[-1]:
         raise ValueError(f"linear: got input {shape}, needed (..., {w.shape[-1]})")
-    if not x.dtype == w.dtype == bias.dtype:
-        raise TypeError(f"linear: got {x.dtype}, {w.dtype}, {bias.dtype}, needed one dtype")
+    if len({parent.dtype for parent in parents}) > 1:
+        found = ", ".join(str(parent.dtype) for parent in parents)
+        raise TypeError(f"linear: got {found}, needed one dtype")
     # Leading axes flattened: one large product is faster than many small ones.
     x2 = x.data.reshape(-1, shape[-1])  # (N, in)
     y = x2 @ w.T  # (N, out)
+    if bias is not None:
+        y += bias.data
+
+    def gradient_fn(grad: np.ndarray) -> tuple[np.ndarray, ...]:
+        g2 = grad.reshape(-1, grad.shape[-1])
+        dx, dw = (g2 @ w).reshape(shape), g2.T @ x2
+        return (dx, dw) if bias is None else (dx, dw, g2.sum(axis=0))
+
+    return Tensor.from_op("linear", y.reshape(*shape[:-1], len(w)), parents, gradient_fn)
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """Normalise each row of the last axis, then scale and shift (Ba, Kiros & Hinton 2016).
+
+    y = w z + b,  z = (x - m) / s,  m = mean(x),  s = sqrt(mean((x - m)^2) + 1e-5):
+    (..., E), (E,), (E,) -> (..., E).  With a = g w:
+    dx = (a - mean(a) - z mean(a z)) / s,  dw = sum g z  and  db = sum g  over all leading axes.
+    Raises ValueError for other shapes, TypeError for mixed dtypes.
+    """
+    shape = x.shape
+    if not shape or weight.shape != shape[-1:] or bias.shape != shape[-1:]:
+        raise ValueError(
+            f"layer_norm: got input {shape}, weight {weight.shape}, bias {bias.shape}, "
+            "needed (..., E), (E,), (E,)"
+        )
+    if not x.dtype == weight.dtype == bias.dtype:
+        raise TypeError(
+            f"layer_norm: got {x.dtype}, {weight.dtype}, {bias.dtype}, needed one dtype"
+        )
+    w = weight.data
+    z = x.data - x.data.mean(axis=-1, keepdims=True)
+    # Squares by hand: np.var takes absolute values of complex numbers.
+    s = np.sqrt((z * z).mean(axis=-1, keepdims=True) + LAYER_NORM_EPS)
+    z /= s
+    y = z * w
     y += bias.data
 
     def gradient_fn(grad: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        g2 = grad.reshape(-1, grad.shape[-1])
-        return (g2 @ w).reshape(shape), g2.T @ x2, g2.sum(axis=0)
+        gz = grad * z
+        rows = gz.reshape(-1, shape[-1])
+        db = grad.reshape(-1, shape[-1]).sum(axis=0)
+        dw = rows.sum(axis=0)
+        gz *= w
+        dx = grad * w
+        dx -= dx.mean(axis=-1, keepdims=True)
+        dx -= z * gz.mean(axis=-1, keepdims=True)
+        dx /= s
+        return dx, dw, db
 
-    return Tensor.from_op("linear", y.reshape(*shape[:-1], len(w)), (x, weight, bias), gradient_fn)
+    return Tensor.from_op("layer_norm", y, (x, weight, bias), gradient_fn)
 
 
 def embedding(table: Tensor, ids: Any) -> Tensor:

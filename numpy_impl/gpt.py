@@ -56,11 +56,14 @@ class GPTAttention(Layer):
 class GPTFeedForward(Layer):
     """Two linear maps with a GELU between:  (B, T, E) -> (B, T, E)."""
 
-    def __init__(self, embedding_size: int, rng: np.random.RandomState, dtype: Any) -> None:
+    def __init__(
+        self, embedding_size: int, rng: np.random.RandomState, dtype: Any,
+        input_std: float | None = None, output_std: float | None = None,
+    ) -> None:  # fmt: skip
         super().__init__()
-        self.input = Linear(embedding_size, 4 * embedding_size, rng, dtype)
+        self.input = Linear(embedding_size, 4 * embedding_size, rng, dtype, input_std)
         self.gelu = GELU()
-        self.output = Linear(4 * embedding_size, embedding_size, rng, dtype)
+        self.output = Linear(4 * embedding_size, embedding_size, rng, dtype, output_std)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.output(self.gelu(self.input(x)))  # (B, T, E), through (B, T, 4E)
@@ -151,7 +154,8 @@ class GPT(Layer):
         tokens = check_tokens(tokens, self.vocab_size, self.context_size)
         if past is not None:
             width = self.embedding.embedding.weight.shape[1]
-            check_past(past, tokens, len(self.transformers), width)
+            needed = (tokens.shape[0], tokens.shape[1] - 1, width)
+            check_past(past, needed, len(self.transformers))
         inputs = []
         with no_grad():
             if past is None or self.allow_leak:
@@ -202,11 +206,8 @@ def check_tokens(tokens: np.ndarray, vocab_size: int, context_size: int) -> np.n
     return tokens
 
 
-def check_past(
-    past: list[np.ndarray], tokens: np.ndarray, blocks: int, embedding_size: int
-) -> None:
-    """Raise ValueError unless `past` has (B, T - 1, E) for each block, with tokens (B, T)."""
-    needed = (tokens.shape[0], tokens.shape[1] - 1, embedding_size)
+def check_past(past: list[np.ndarray], needed: tuple[int, ...], blocks: int) -> None:
+    """Raise ValueError unless `past` has an array of the shape `needed` for each block."""
     found = [tuple(x.shape) for x in past]
     if found != [needed] * blocks:
         raise ValueError(f"past: got shapes {found}, needed {needed} for each of {blocks} blocks")

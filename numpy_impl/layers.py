@@ -154,18 +154,31 @@ class Layer:
 class Linear(Layer):
     """y = x W^T + b:  (..., in) -> (..., out), weight (out, in), bias (out,).
 
-    Weights are drawn as randn * sqrt(2 / in) (He et al. 2015), biases are 0.
+    Weights are drawn as randn * `std`, by default sqrt(2 / in) (He et al. 2015), biases are 0.
     """
 
     def __init__(
-        self, in_features: int, out_features: int, rng: np.random.RandomState, dtype: Any
-    ) -> None:
-        weight = rng.randn(out_features, in_features) * math.sqrt(2.0 / in_features)
+        self, in_features: int, out_features: int, rng: np.random.RandomState, dtype: Any,
+        std: float | None = None,
+    ) -> None:  # fmt: skip
+        std = math.sqrt(2.0 / in_features) if std is None else std
+        weight = rng.randn(out_features, in_features) * std
         self.weight = Parameter(weight.astype(dtype))
         self.bias = Parameter(np.zeros(out_features, dtype))
 
     def forward(self, x: Tensor) -> Tensor:
         return functional.linear(x, self.weight, self.bias)
+
+
+class LayerNorm(Layer):
+    """Normalise the last axis, biased variance, eps inside the root; weight 1 and bias 0 (E,)."""
+
+    def __init__(self, features: int, dtype: Any) -> None:
+        self.weight = Parameter(np.ones(features, dtype))
+        self.bias = Parameter(np.zeros(features, dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.layer_norm(x, self.weight, self.bias)
 
 
 class Embedding(Layer):

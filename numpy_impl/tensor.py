@@ -239,6 +239,20 @@ class Tensor:
             "reshape", self.data.reshape(shape), (self,), lambda grad: (grad.reshape(self.shape),)
         )
 
+    def unbind(self, axis: int = 0) -> tuple[Tensor, ...]:
+        """The parts along `axis`, without it; the gradient of each is 0 in all the others."""
+        parts = np.moveaxis(self.data, axis, 0)
+
+        def part(i: int) -> Tensor:
+            def gradient_fn(grad: np.ndarray) -> tuple[np.ndarray]:
+                dx = np.zeros_like(self.data)
+                np.moveaxis(dx, axis, 0)[i] = grad
+                return (dx,)
+
+            return Tensor.from_op("unbind", parts[i], (self,), gradient_fn)
+
+        return tuple(part(i) for i in range(len(parts)))
+
     def sum(self, axis: Axis = None, keepdims: bool = False) -> Tensor:
         """Sum over `axis` (None: all axes); the gradient is spread back over them."""
         kept = self.data.sum(axis=axis, keepdims=True)

@@ -142,6 +142,19 @@ def linear_maps(draw: st.DrawFn) -> Plan:
 
 
 @st.composite
+def unbound(draw: st.DrawFn) -> Plan:
+    shape = draw(shapes(1, 4))
+    axis = draw(st.integers(-len(shape), len(shape) - 1))
+    return (shape,), (axis, draw(st.integers(0, shape[axis] - 1)))
+
+
+@st.composite
+def normalised(draw: st.DrawFn) -> Plan:
+    shape = draw(shapes(1))
+    return (shape, shape[-1:], shape[-1:]), ()
+
+
+@st.composite
 def lookups(draw: st.DrawFn) -> Plan:
     table = draw(sizes(2))
     return (table,), (draw(ids(draw(shapes(0, 2)), table[0])),)
@@ -170,6 +183,17 @@ def torch_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> t
     return functional_call(layer, {"weight": weight, "bias": bias}, (x,))
 
 
+def numpy_layer_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    layer = layers.LayerNorm(len(weight.data), x.dtype)
+    layer.weight, layer.bias = weight, bias
+    return layer(x)
+
+
+def torch_layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    layer = torch_layers.LayerNorm(len(weight), x.dtype)
+    return functional_call(layer, {"weight": weight, "bias": bias}, (x,))
+
+
 def numpy_embedding(table: Tensor, tokens: np.ndarray) -> Tensor:
     layer = layers.Embedding(*table.shape, np.random.RandomState(0), table.dtype)
     layer.weight = table
@@ -187,6 +211,7 @@ softmax_inputs = examples(elementwise(1), limit=14, structures=(*STRUCTURES, "ma
 cross_entropy_inputs = examples(classified(), limit=14)
 tril_inputs = examples(filled())
 linear_inputs = examples(linear_maps())
+layer_norm_inputs = examples(normalised())
 embedding_inputs = examples(lookups())
 
 ROWS = (
@@ -198,6 +223,10 @@ ROWS = (
     Row("matmul", operator.matmul, operator.matmul, examples(matrix_pairs())),
     Row("transpose", Tensor.transpose, torch.transpose, examples(transposed())),
     Row("reshape", Tensor.reshape, lambda x, *shape: x.reshape(shape), examples(reshaped())),
+    Row(
+        "unbind", lambda x, axis, i: x.unbind(axis)[i], lambda x, axis, i: x.unbind(axis)[i],
+        examples(unbound()),
+    ),
     Row("sum", Tensor.sum, torch_sum, examples(reduced())),
     Row("tril", F.tril, tF.tril, tril_inputs),
     Row(
@@ -207,12 +236,18 @@ ROWS = (
         examples(masked()),
     ),
     Row("linear", F.linear, tF.linear, linear_inputs),
+    Row(
+        "linear", F.linear, tF.linear, examples(linear_maps().map(lambda p: (p[0][:2], p[1]))),
+        layer="linear without a bias",
+    ),
+    Row("layer_norm", F.layer_norm, tF.layer_norm, layer_norm_inputs),
     Row("embedding", F.embedding, tF.embedding, embedding_inputs),
     Row("softmax", F.softmax, tF.softmax, softmax_inputs),
     Row("gelu", F.gelu, tF.gelu, gelu_inputs),
     Row("cross_entropy", F.cross_entropy, tF.cross_entropy, cross_entropy_inputs),
     Row("linear", numpy_linear, torch_linear, linear_inputs, layer="Linear"),
     Row("embedding", numpy_embedding, torch_embedding, embedding_inputs, layer="Embedding"),
+    Row("layer_norm", numpy_layer_norm, torch_layer_norm, layer_norm_inputs, layer="LayerNorm"),
     Row(
         "softmax", lambda x: layers.Softmax()(x), lambda x: torch_layers.Softmax()(x),
         softmax_inputs, layer="Softmax",

@@ -161,7 +161,7 @@ def test_the_last_line_of_metrics_is_the_mean_of_its_own_steps() -> None:
     Path("run").mkdir()
     corpus = read_corpus(Path("text.txt"))
     dataset = CharDataset(corpus.text, context_size=8, batch_size=4)
-    trainer = new_trainer(config, config.model(dataset.vocab_size))
+    trainer = new_trainer(config, config.model_config(dataset.vocab_size))
     run = Run(config, corpus, dataset, trainer, 5, np.random.RandomState(0), None)
     with run.metrics:
         for step, loss in enumerate((5.0, 1.0, 2.0, 4.0, 9.0), start=1):

@@ -78,7 +78,7 @@ def collected() -> Iterator[Callable[[], int]]:
 
 def test_a_step_leaves_no_tensor_behind_and_needs_no_collector() -> None:
     config = TrainConfig(context_size=4, embedding_size=6)
-    trainer = new_trainer(config, config.model(5))
+    trainer = new_trainer(config, config.model_config(5))
     tokens = np.zeros((2, 4), int)
     with collected() as count:
         trainer.train_step(tokens, tokens)

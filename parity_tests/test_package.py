@@ -77,7 +77,7 @@ assert not heavy & (set(sys.modules) - before), heavy & set(sys.modules)
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
 
 
-@pytest.mark.parametrize("module", ["functional", "layers", "loss", "gpt", "optim"])
+@pytest.mark.parametrize("module", ["functional", "layers", "loss", "gpt", "gpt2", "optim"])
 def test_the_twins_have_the_same_public_names(module: str) -> None:
     def public(package: str) -> dict[str, list[str]]:
         tree = ast.parse((ROOT / package / f"{module}.py").read_text(encoding="utf-8"))
@@ -92,7 +92,7 @@ def test_the_twins_have_the_same_public_names(module: str) -> None:
 
     mine, theirs = public("numpy_impl"), public("torch_impl")
     # What PyTorch's own classes bring along or need no more, and what they would draw at random.
-    inherited = re.compile(r"(Parameter|ParameterBuffer|Layer)\..*|(Linear|Softmax|GELU)\.forward")
+    inherited = re.compile(r"(Parameter|ParameterBuffer|Layer)\..*|(Linear|LayerNorm|Softmax|GELU)\.forward")
     assert all(
         inherited.fullmatch(n) or n == "check_hyperparameters" for n in set(mine) - set(theirs)
     )

@@ -212,7 +212,7 @@ def test_a_forked_process_starts_threads_anew() -> None:
 def trainer(threads: int | None, backend: str = "numpy") -> GPTTrainer:
     config = TrainConfig(backend=backend, dtype="float64", threads=threads, embedding_size=16,
                          context_size=8)  # fmt: skip
-    return new_trainer(config, config.model(11))
+    return new_trainer(config, config.model_config(11))
 
 
 def test_training_on_two_threads_stays_beside_training_on_one() -> None:
@@ -264,7 +264,7 @@ def test_operations_of_a_step() -> None:
 
     Each takes a multiplication and an addition, forward and for each of two gradients.
     """
-    model = TrainConfig(context_size=1, embedding_size=1, blocks=1).model(2)
+    model = TrainConfig(context_size=1, embedding_size=1, blocks=1).model_config(2)
     assert model.operations(1, 1) == 6 * (9 + 2) + 6 * 2
     assert model.operations(3, 1) == 3 * model.operations(1, 1)
     assert model.operations(1, 5) == 5 * 6 * (9 + 2) + 6 * 2 * 5 * 5

@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+LAYER_NORM_EPS = 1e-5  # as GPT-2 has it
+
 
 def gelu(x: Tensor) -> Tensor:
     """Gaussian error linear unit, tanh form (Hendrycks & Gimpel 2016, eq. 2).
@@ -50,11 +52,25 @@ def _select(x: Tensor, keep: Tensor, value: float) -> Tensor:
     return x.masked_fill(~keep, value)
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """y = x W^T + b:  (..., in), (out, in), (out,) -> (..., out)."""
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """y = x W^T + b:  (..., in), (out, in), (out,) -> (..., out); without a bias b = 0."""
     if x.ndim < 1 or x.shape[-1] != weight.shape[-1]:
         raise ValueError(f"linear: got input {tuple(x.shape)}, needed (..., {weight.shape[-1]})")
     return F.linear(x, weight, bias)
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """Normalise each row of the last axis, then scale and shift (Ba, Kiros & Hinton 2016).
+
+    y = w z + b,  z = (x - m) / s,  m = mean(x),  s = sqrt(mean((x - m)^2) + 1e-5):
+    (..., E), (E,), (E,) -> (..., E).  Raises ValueError for other shapes.
+    """
+    if x.ndim < 1 or weight.shape != x.shape[-1:] or bias.shape != x.shape[-1:]:
+        raise ValueError(
+            f"layer_norm: got input {tuple(x.shape)}, weight {tuple(weight.shape)}, bias "
+            f"{tuple(bias.shape)}, needed (..., E), (E,), (E,)"
+        )
+    return F.layer_norm(x, weight.shape, weight, bias, LAYER_NORM_EPS)
 
 
 def embedding(table: Tensor, ids: Any) -> Tensor:

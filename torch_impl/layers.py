@@ -15,13 +15,15 @@ from torch_impl import functional
 class Linear(nn.Linear):
     """y = x W^T + b:  (..., in) -> (..., out), weight (out, in), bias (out,).
 
-    Weights are drawn as randn * sqrt(2 / in) (He et al. 2015), biases are 0.
+    Weights are drawn as randn * `std`, by default sqrt(2 / in) (He et al. 2015), biases are 0.
     """
 
     def __init__(
-        self, in_features: int, out_features: int, rng: np.random.RandomState, dtype: torch.dtype
-    ) -> None:
-        weight = rng.randn(out_features, in_features) * math.sqrt(2.0 / in_features)
+        self, in_features: int, out_features: int, rng: np.random.RandomState, dtype: torch.dtype,
+        std: float | None = None,
+    ) -> None:  # fmt: skip
+        std = math.sqrt(2.0 / in_features) if std is None else std
+        weight = rng.randn(out_features, in_features) * std
         super().__init__(in_features, out_features, dtype=dtype)
         with torch.no_grad():
             self.weight.copy_(torch.from_numpy(weight))
@@ -29,6 +31,13 @@ class Linear(nn.Linear):
 
     def reset_parameters(self) -> None:
         """Nothing: the constructor draws from `rng`, never from PyTorch's global state."""
+
+
+class LayerNorm(nn.LayerNorm):
+    """Normalise the last axis, biased variance, eps inside the root; weight 1 and bias 0 (E,)."""
+
+    def __init__(self, features: int, dtype: torch.dtype) -> None:
+        super().__init__(features, functional.LAYER_NORM_EPS, dtype=dtype)
 
 
 class Embedding(nn.Embedding):

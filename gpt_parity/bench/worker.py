@@ -163,7 +163,7 @@ def measure_recipe(names: list[str], data: str, steps: int | None) -> Any:
     scheduler = WarmupCosineScheduler(
         config.learning_rate, total, config.warmup, config.min_learning_rate
     )
-    model_config = config.model(dataset.vocab_size)
+    model_config = config.model_config(dataset.vocab_size)
     trainers = {n: new_trainer(replace(config, backend=n), model_config) for n in names}
     seconds = dict.fromkeys(names, 0.0)
     for start in range(0, total, STEPS_PER_TURN):

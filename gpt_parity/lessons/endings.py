@@ -94,7 +94,7 @@ def train(
 ) -> Ending:
     """Train by the recipe of the source text, and read the test part."""
     kind, recipe, begin = ARITHMETICS[arithmetic], TrainConfig(), time.perf_counter()
-    config = recipe.model(dataset.vocab_size)
+    config = recipe.model_config(dataset.vocab_size)
     runner = Runner(
         kind.backend,
         kind.dtype,

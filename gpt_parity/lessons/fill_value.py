@@ -142,7 +142,7 @@ def measure(
     on_step: Callable[[], object] = lambda: None,
 ) -> Measurement:  # fmt: skip
     """Train by the recipe with this fill, then look at what the model relies on."""
-    model_config = replace(recipe.model(dataset.vocab_size), mask_value=fill)
+    model_config = replace(recipe.model_config(dataset.vocab_size), mask_value=fill)
     trainer = new_trainer(recipe, model_config, allow_leak=True)
     try:
         losses = _train(trainer, recipe, dataset, on_step)

@@ -82,7 +82,7 @@ class FillValueReport:
                      "sha256": self.corpus.sha256},
             "steps": self.config.steps,
             "recipe": self.recipe.recipe,
-            "model": _without_fill(asdict(self.recipe.model(self.vocab_size))),
+            "model": _without_fill(asdict(self.recipe.model_config(self.vocab_size))),
             "hiding_fill": HIDING,
             "fills": [figures(m) for m in self.measurements],
             "explanation": explanation(self.measurements),

@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 
 from gpt_parity.arrays import read_arrays, require_names, write_arrays
-from gpt_parity.config import DTYPES, HYPERPARAMETERS, GPTConfig
+from gpt_parity.config import DTYPES, HYPERPARAMETERS
 from gpt_parity.manifest import one_line, parse_manifest, shown, some
+from gpt_parity.model_config import model_config
 from gpt_parity.oracle.bundle import STEP, TOLERANCE, WEIGHT, Bundle, endless
 from gpt_parity.oracle.graph import GRAD, LOSS_KEY, VALUE
 from gpt_parity.oracle.tolerance import Tolerance
@@ -127,7 +128,7 @@ def _is_ratio(value: Any) -> bool:
 
 
 def _from_arrays(manifest: dict[str, Any], arrays: dict[str, np.ndarray]) -> Bundle:
-    config = GPTConfig(**manifest["config"])
+    config = model_config(manifest["config"])
     if config.blocks > len(arrays):
         raise ValueError(f"config has {config.blocks} blocks, more than there are arrays")
     shapes = config.parameter_shapes()

@@ -152,9 +152,9 @@ def graph(model: Any, loss_fn: Any, tokens: np.ndarray, targets: np.ndarray) -> 
 def _role(op: str, parents: tuple[Any, ...], found: list[tuple[str, Any]]) -> str:
     """What an operation is for: the two matrix products of attention, the two embeddings."""
     if op == "matmul":
-        second = parents[1]
-        by_transpose = isinstance(second, int) and found[second][0] == "transpose"
-        return "scores" if by_transpose else "context"
+        first = parents[0]
+        by_weights = isinstance(first, int) and found[first][0] == "softmax"
+        return "context" if by_weights else "scores"
     if op == "embedding":
         return "positions" if "positional" in str(parents[0]) else "tokens"
     return op

@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from numpy_impl.functional import GELU_CUBIC, SQRT_2_OVER_PI
+from numpy_impl.functional import GELU_CUBIC, LAYER_NORM_EPS, SQRT_2_OVER_PI
 from numpy_impl.tape import Observer, unbroadcast
 
 # Multiple of u m + eta that one operation may be off; the worst clean ratio measured over the
@@ -177,20 +177,68 @@ def _rows(x: np.ndarray) -> np.ndarray:
 
 
 def _linear_forward(c: Call) -> np.ndarray:
-    x, weight, bias = c.data
+    x, weight, *bias = c.data
     # An implementation may start its sum with the bias, which is then rounded K times as well.
-    m = np.abs(x) @ np.abs(weight).T + np.abs(bias)
+    m = np.abs(x) @ np.abs(weight).T + sum(map(np.abs, bias))
     return _root_of_weights(weight, x.shape[-1]) * m
 
 
 def _linear_backward(c: Call) -> np.ndarray:
-    x, weight, _ = c.data
+    x, weight, *_ = c.data
     if c.i == 0:
         return _root_of_weights(weight, len(weight)) * (np.abs(c.upstream) @ np.abs(weight))
     g = c.upstream.reshape(-1, len(weight))
     if c.i == 1:
         return _root_of_rows(g, x.reshape(-1, x.shape[-1])) * (np.abs(g).T @ _rows(x))
     return _root_of_rows(g) * np.abs(g).sum(axis=0)
+
+
+def _norm_parts(c: Call) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """The normalised rows z, 1/s, the magnitude of z, and how many roundings 1/s carries.
+
+    The mean is a sum of E terms. Its error, and that of x itself, stays in full where x - mean
+    cancels (some compute x/s - mean/s), and enters the mean of squares as 2 (x - mean) times it,
+    and as its own square: of equal numbers it is all that there is, beside eps.
+    """
+    x = c.data[0]
+    root = _root(x.shape[-1])
+    d = x - x.mean(axis=-1, keepdims=True)
+    square = (d * d).mean(axis=-1, keepdims=True)
+    scale = 1.0 / np.sqrt(square + LAYER_NORM_EPS)
+    lost = np.abs(x) + root * np.abs(x).mean(axis=-1, keepdims=True)
+    u = FLOAT32.u if c.unit.stored else c.unit.u
+    terms = (2.0 * np.abs(d) + u * lost) * lost
+    in_square = root * square + terms.mean(axis=-1, keepdims=True)
+    roundings = 2.0 + 0.5 * in_square * scale * scale
+    z = d * scale
+    return z, scale, scale * lost + np.abs(z) * roundings, roundings
+
+
+def _layer_norm_forward(c: Call) -> np.ndarray:
+    weight, bias = c.data[1:]
+    z, _, m, _ = _norm_parts(c)
+    return np.abs(weight) * (np.abs(z) + m) + np.abs(weight * z + bias)
+
+
+def _layer_norm_backward(c: Call) -> np.ndarray:
+    z, scale, m, roundings = _norm_parts(c)
+    g = np.abs(c.upstream)
+    if c.i > 0:
+        rows, upstream = _rows(z), c.upstream.reshape(-1, z.shape[-1])
+        if c.i == 1:
+            terms = (_rows(g) * (rows + _rows(m))).sum(axis=0)
+            return _root_of_rows(upstream, z.reshape(rows.shape)) * terms
+        return _root_of_rows(upstream) * _rows(g).sum(axis=0)
+    root = _root(z.shape[-1])
+    a, signed = g * np.abs(c.data[1]), c.upstream * c.data[1]
+
+    def mean(x: np.ndarray) -> np.ndarray:
+        return x.mean(axis=-1, keepdims=True)
+
+    projection = np.abs(mean(signed * z))
+    parts = a + mean(a) + np.abs(z) * mean(a * np.abs(z))
+    sums = root * mean(a) + np.abs(z) * mean(a * (root * np.abs(z) + m)) + m * projection
+    return scale * (roundings * parts + sums)
 
 
 def _embedding_backward(c: Call) -> np.ndarray:
@@ -279,10 +327,12 @@ TABLE: dict[str, Row] = {
     "matmul": Row(_matmul_forward, _matmul_backward),
     "transpose": Row(_exact, _exact),
     "reshape": Row(_exact, _exact),
+    "unbind": Row(_exact, _exact),
     "sum": Row(_sum_forward, _exact),
     "tril": Row(_exact, _exact),
     "mask": Row(_exact, _exact),
     "linear": Row(_linear_forward, _linear_backward),
+    "layer_norm": Row(_layer_norm_forward, _layer_norm_backward),
     "embedding": Row(_exact, _embedding_backward),
     "softmax": Row(_softmax_forward, _softmax_backward, derivative=True),
     "gelu": Row(_gelu_forward, _gelu_backward, derivative=True),

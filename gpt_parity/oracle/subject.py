@@ -12,7 +12,8 @@ import numpy as np
 from gpt_parity.arrays import read_arrays
 from gpt_parity.backends import build_model
 from gpt_parity.checkpoint import load_checkpoint
-from gpt_parity.config import PRESETS, ExportConfig, GPTConfig
+from gpt_parity.config import PRESETS, ExportConfig
+from gpt_parity.model_config import GPT2Config, GPTConfig
 from gpt_parity.oracle.bundle import Bundle, make_bundle
 from gpt_parity.oracle.bundle_files import check_targets
 from gpt_parity.provenance import portable, provenance
@@ -24,6 +25,9 @@ PREFIXES = ("model/", "weight/")
 # Mean of |x|^2 / sqrt(E), the score of a position with itself, for weights of order one: large
 # enough that positions differ, small enough that no softmax is saturated.
 OWN_SCORE = 2.0
+# Deviation of a GPT-2's logits, whose inputs are normalised.
+LOGIT = 2.0
+SIZES = ("vocab_size", "context_size", "embedding_size", "blocks", "heads")
 
 
 def export(config: ExportConfig) -> Bundle:
@@ -31,11 +35,10 @@ def export(config: ExportConfig) -> Bundle:
     if config.weights is None:
         model, weights = _drawn_weights(config)
     else:
-        sizes = ("vocab_size", "context_size", "embedding_size", "blocks")
-        given = [name for name in sizes if getattr(config, name) is not None]
+        given = [n for n in SIZES if n != "heads" and getattr(config, n) is not None]
         if given:
             raise ValueError(f"{given[0]} is given, but sizes come from the weights")
-        model, weights = read_weights(config.weights)
+        model, weights = read_weights(config.weights, config.heads)
     tokens, targets = _batch(config, model)
     bundle = make_bundle(
         model, weights, tokens, targets, dtype=config.dtype, steps=config.steps,
@@ -59,10 +62,10 @@ def _provenance(config: ExportConfig) -> dict[str, Any]:
 def _drawn_weights(config: ExportConfig) -> tuple[GPTConfig, Arrays]:
     preset = PRESETS[config.preset]
     sizes = preset.model
-    model = GPTConfig(
-        config.vocab_size or sizes.vocab_size, config.context_size or sizes.context_size,
-        config.embedding_size or sizes.embedding_size, config.blocks or sizes.blocks,
-    )  # fmt: skip
+    chosen = {name: getattr(config, name) for name in SIZES if getattr(config, name) is not None}
+    if "heads" in chosen and not isinstance(sizes, GPT2Config):
+        raise ValueError(f"heads is given, which preset {config.preset} has none of")
+    model = replace(sizes, **chosen)
     model.require_memory(
         "float64", training=True, batch_size=config.batch_size or preset.batch_size,
         length=config.length or preset.length,
@@ -75,23 +78,34 @@ def _drawn_weights(config: ExportConfig) -> tuple[GPTConfig, Arrays]:
 def order_one(model: GPTConfig, seed: int) -> Arrays:
     """Weights with which every part of the model matters, biases too; float32 holds them."""
     rng = np.random.RandomState(seed)
+    if isinstance(model, GPT2Config):
+        embedding_scale = LOGIT / math.sqrt(model.embedding_size)
+    else:
+        embedding_scale = math.sqrt(OWN_SCORE / 2.0) * model.embedding_size**-0.25
     weights = {}
     for name, shape in model.parameter_shapes().items():
         if "embedding" in name:
-            scale = math.sqrt(OWN_SCORE / 2.0) * model.embedding_size**-0.25
+            scale = embedding_scale
         else:
             scale = math.sqrt(1.5 / shape[-1]) if len(shape) == 2 else 0.2
-        weights[name] = (rng.randn(*shape) * scale).astype(np.float32)
+        mean = 1.0 if name.endswith("norm.weight") else 0.0
+        weights[name] = (mean + rng.randn(*shape) * scale).astype(np.float32)
     return weights
 
 
-def read_weights(path: Path) -> tuple[GPTConfig, Arrays]:
-    """Weights by name from a checkpoint or any file of arrays, and the sizes that they imply."""
+def read_weights(path: Path, heads: int | None = None) -> tuple[GPTConfig, Arrays]:
+    """Weights by name from a checkpoint or any file of arrays, and the sizes that they imply.
+
+    Those of a GPT-2 do not say how many heads it has; a checkpoint does.
+    """
     if (path / "checkpoint.safetensors").is_file():
         path = path / "checkpoint.safetensors"
     arrays, _ = read_arrays(path)
     if any(name.startswith("model/") for name in arrays):
         checkpoint = load_checkpoint(path)
+        own_heads = getattr(checkpoint.config, "heads", None)
+        if heads is not None and heads != own_heads:
+            raise ValueError(f"heads is {heads}, {path} has {own_heads or 'none'}")
         return checkpoint.config, checkpoint.weights
     for prefix in PREFIXES:
         own = {n.removeprefix(prefix): a for n, a in arrays.items() if n.startswith(prefix)}
@@ -105,7 +119,14 @@ def read_weights(path: Path) -> tuple[GPTConfig, Arrays]:
             "embedding.embedding.weight (V, E) and the others of the model are needed"
         ) from None
     numbers = {n.split(".")[1] for n in arrays if n.startswith("transformers.")}
-    return GPTConfig(vocab_size, context_size, embedding_size, max(1, len(numbers))), arrays
+    sizes = (vocab_size, context_size, embedding_size, max(1, len(numbers)))
+    if "norm.weight" in arrays:
+        if heads is None:
+            raise ValueError(f"{path}: is of a GPT-2, whose weights do not tell: heads is needed")
+        return GPT2Config(*sizes, heads=heads), arrays
+    if heads is not None:
+        raise ValueError(f"heads is given, but {path} has no norm.weight as a GPT-2 has")
+    return GPTConfig(*sizes), arrays
 
 
 def _batch(config: ExportConfig, model: GPTConfig) -> tuple[np.ndarray, np.ndarray]:

@@ -95,7 +95,7 @@ def _one_victim(folder: Path, start: int, life: float, result: Kills) -> int:
 
 def _save_for_ever(folder: Path, start: int, writer: int) -> None:
     """Save step after step, and report each; every number in a file follows from its step."""
-    trainer = new_trainer(RECIPE, RECIPE.model(len(VOCABULARY)))
+    trainer = new_trainer(RECIPE, RECIPE.model_config(len(VOCABULARY)))
     checkpoints = Checkpoints(folder, KEEP, start or None)
     corpus = {"name": "none", "path": None, "characters": 5, "sha256": ""}
     step = start
@@ -108,8 +108,8 @@ def _save_for_ever(folder: Path, start: int, writer: int) -> None:
 
         def write(path: Path, step: int = step, run: TrainingRun = run) -> None:
             save_checkpoint(
-                path, trainer.model, config=RECIPE.model(len(VOCABULARY)), vocabulary=VOCABULARY,
-                step=step, optimizer=trainer.optimizer, run=run,
+                path, trainer.model, config=RECIPE.model_config(len(VOCABULARY)),
+                vocabulary=VOCABULARY, step=step, optimizer=trainer.optimizer, run=run,
             )  # fmt: skip
 
         checkpoints.save(step, write)
