@@ -92,7 +92,9 @@ def test_the_twins_have_the_same_public_names(module: str) -> None:
 
     mine, theirs = public("numpy_impl"), public("torch_impl")
     # What PyTorch's own classes bring along or need no more, and what they would draw at random.
-    inherited = re.compile(r"(Parameter|ParameterBuffer|Layer)\..*|(Linear|LayerNorm|Softmax|GELU)\.forward")
+    inherited = re.compile(
+        r"(Parameter|ParameterBuffer|Layer)\..*|(Linear|LayerNorm|Softmax|GELU)\.forward"
+    )
     assert all(
         inherited.fullmatch(n) or n == "check_hyperparameters" for n in set(mine) - set(theirs)
     )
