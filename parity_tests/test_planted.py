@@ -30,10 +30,10 @@ from numpy_impl.layers import Parameter, Softmax, Tril
 from numpy_impl.tensor import Tensor
 from parity_tests.planted import PlantedBug, function_at, planted, power, watched
 from parity_tests.planted.blind import BLIND_BUGS
+from parity_tests.planted.power import ALL_BUGS
 from parity_tests.planted.survivors import reason_for
 from parity_tests.planted.table import BOUND, BUGS, EXACT, HAND, STEP, TWIN
 
-ALL_BUGS = (*BUGS, *BLIND_BUGS)
 BY_NAME = {bug.name: bug for bug in ALL_BUGS}
 PARTS = {
     "engine", "matmul", "linear", "attention", "mask", "softmax", "gelu", "embedding", "loss",

@@ -59,9 +59,8 @@ BLIND_BUGS: tuple[PlantedBug, ...] = (
     PlantedBug(
         name="linear-drawn-in-single-precision",
         place="torch_impl.layers:Linear.__init__",
-        old="weight = rng.randn(out_features, in_features) * math.sqrt(2.0 / in_features)",
-        new="weight = (rng.randn(out_features, in_features) * math.sqrt(2.0 / in_features))"
-        ".astype(np.float32)",
+        old="weight = rng.randn(out_features, in_features) * std",
+        new="weight = (rng.randn(out_features, in_features) * std).astype(np.float32)",
         description="initial weights of a float64 model are rounded to float32",
         checks=frozenset({"other backend", "by hand"}),
     ),

@@ -26,18 +26,19 @@ import pytest
 from rich.console import Console
 from rich.progress import track
 
-from gpt_parity.oracle.compare import compare_traces
+from gpt_parity.oracle.compare import Report, compare_traces
 from parity_tests.models import SIZES, ModelCase, candidate_trace, judge, random_case, reference
-from parity_tests.planted import PlantedBug, planted, watched
+from parity_tests.planted import PlantedBug, gpt2_models, planted, watched
 from parity_tests.planted.blind import BLIND_BUGS
+from parity_tests.planted.gpt2_run_bugs import GPT2_BUGS
 from parity_tests.planted.table import BUGS, EXACT
 
 TESTS = Path(__file__).resolve().parent.parent
-ALL_BUGS = (*BUGS, *BLIND_BUGS)
+ALL_BUGS = (*BUGS, *BLIND_BUGS, *GPT2_BUGS)
 # About the bugs themselves, about names and files, about other processes, and the full recipes.
 LEFT_OUT = (
     "test_planted.py", "test_package.py", "test_verify.py", "test_headline.py", "test_hints.py",
-    "test_bundle.py", "test_interop.py", "test_oracle_api.py",
+    "test_bundle.py", "test_interop.py", "test_oracle_api.py", "test_planted_gpt2.py",
 )  # fmt: skip
 LOCALISED_SIZES = ("distinct primes", "square", "short text")
 LOCALISED_SEEDS = 2
@@ -277,23 +278,32 @@ def _examples(item: Any) -> int:
 
 def _localise(finding: Finding) -> None:
     """Judge a few models with right weights whose one twin has the mistake."""
-    for sizes in LOCALISED_SIZES:
-        for seed in range(LOCALISED_SEEDS):
-            case = ModelCase(SIZES[sizes], "normal", 0.5, seed)
-            try:
-                report = judge(case, "torch", "float64")
-            except Exception as error:  # the mistake may end the pass
-                finding.problem = f"{type(error).__name__}: {error}"
-                finding.errors += 1
-                if not finding.problem.startswith("RuntimeError: trace: "):
-                    continue
-                name, ratio = str(error).split()[1], float("inf")  # the trace names the tensor
-            else:
-                ratio = report.worst.ratio
-                name = "" if report.first is None else report.first.name
-            finding.ratio = max(finding.ratio, ratio)
-            if name:
-                finding.located[name] = finding.located.get(name, 0) + 1
+    for judge_one in _models(finding.bug):
+        try:
+            report = judge_one("torch", "float64")
+        except Exception as error:  # the mistake may end the pass
+            finding.problem = f"{type(error).__name__}: {error}"
+            finding.errors += 1
+            if not finding.problem.startswith("RuntimeError: trace: "):
+                continue
+            name, ratio = str(error).split()[1], float("inf")  # the trace names the tensor
+        else:
+            ratio = report.worst.ratio
+            name = "" if report.first is None else report.first.name
+        finding.ratio = max(finding.ratio, ratio)
+        if name:
+            finding.located[name] = finding.located.get(name, 0) + 1
+
+
+def _models(bug: PlantedBug) -> list[Callable[[str, str], Report]]:
+    """The judges of a few models that run the place of the bug."""
+    if bug in GPT2_BUGS:
+        return [functools.partial(gpt2_models.judge, case) for case in gpt2_models.CASES]
+    return [
+        functools.partial(judge, ModelCase(SIZES[sizes], "normal", 0.5, seed))
+        for sizes in LOCALISED_SIZES
+        for seed in range(LOCALISED_SEEDS)
+    ]
 
 
 def examine_all(bugs: Sequence[PlantedBug], plan: Plan) -> list[Finding]:

@@ -172,7 +172,8 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     # --- Linear map and bias
     PlantedBug(
-        "linear-bias-missing", f"{NUMPY}:linear", "    y += bias.data\n", "",
+        "linear-bias-missing", f"{NUMPY}:linear",
+        "    if bias is not None:\n        y += bias.data\n", "",
         "the bias is not added",
         frozenset({TWIN, STEP}), "attention.output.output",
     ),
@@ -194,7 +195,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     PlantedBug(
         "linear-weight-gradient-reshaped", f"{NUMPY}:linear",
-        "g2.T @ x2,", "(x2.T @ g2).reshape(w.shape),",
+        "g2.T @ x2", "(x2.T @ g2).reshape(w.shape)",
         "dW is computed as (in, out) and reshaped in place of transposed",
         frozenset({TWIN, STEP}), "output.output.weight",
     ),
