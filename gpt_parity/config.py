@@ -75,7 +75,7 @@ class TrainConfig:
     data: Path | None = None
     """UTF-8 text; without it data/tinyshakespeare.txt, or else a text that comes with Python."""
     out: Path | None = None
-    """Folder of the run; without it runs/BACKEND-DTYPE-seedSEED."""
+    """Folder of the run; without it runs/BACKEND-DTYPE-seedSEED, of a GPT-2 runs/gpt2-..."""
     overwrite: bool = False
     """Replace the run that the folder already holds."""
     resume: Path | None = None
@@ -87,8 +87,7 @@ class TrainConfig:
     epochs: int = 2
     """Passes over the training part of the text, or as many random windows."""
     max_steps: int | None = None
-    """End after this many steps, and the learning rate's schedule with them; of random windows
-    also more than the epochs have."""
+    """Steps after which run and schedule end; on random windows also more than the epochs have."""
     batch_size: int = 4
     """Windows per step."""
     context_size: int = 32
@@ -175,13 +174,15 @@ class TrainConfig:
             raise ValueError(f"max_norm is {self.max_norm}, a number above 0 is needed")
 
     def _apply_preset(self) -> None:
-        if self.preset is not None and self.preset not in GPT2_PRESETS:
-            known = tuple(GPT2_PRESETS)
+        known = tuple(GPT2_PRESETS)
+        if self.preset not in (None, *known):
             raise ValueError(f"preset is {self.preset!r}, one of {known} is needed")
         if self.model != "gpt2":
-            given = [name for name in ("preset", "heads") if name in self.given]
-            if any(getattr(self, n) != getattr(TrainConfig, n) for n in given):
-                raise ValueError(f"{given[0]} is given, which only --model gpt2 has")
+            for name in ("preset", "heads"):
+                value = getattr(self, name)
+                # A run that goes on has its model already, with which flags are compared.
+                if value != getattr(TrainConfig, name) and self.resume is None:
+                    raise ValueError(f"{name} is {value}, which only --model gpt2 has")
             return
         for name, value in GPT2_PRESETS.get(self.preset or "", {}).items():
             if name not in self.given:

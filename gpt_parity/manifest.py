@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from typing import Any
 
-from gpt_parity.config import GPTConfig
+from gpt_parity.model_config import GPT2Config, GPTConfig
 from gpt_parity.schedule import require_integer
 
 # Characters of a name, of a value in a message, and of a whole message; digits of an integer.
@@ -23,9 +23,9 @@ def parse_manifest(
 ) -> dict[str, Any]:
     """Return a manifest of this format, of `version` at most, with values of `kinds` by key.
 
-    Where `kinds` has a "config", it is one of numbers by the names of GPTConfig. origin: what
-    writes such files, for the message where there is no manifest. Raises ValueError of one line
-    for anything else, TypeError for a version that is no integer.
+    Where `kinds` has a "config", it is one of numbers by the names of GPTConfig, or of GPT2Config
+    if it has heads. origin: what writes such files, for the message where there is no manifest.
+    Raises ValueError of one line for anything else, TypeError for a version that is no integer.
     """
     if text is None:
         raise ValueError(f"has no manifest, {origin} is needed")
@@ -54,7 +54,8 @@ def parse_manifest(
 
 
 def _check_config(config: Mapping[str, Any]) -> None:
-    needed = sorted(field.name for field in fields(GPTConfig))
+    kind = GPT2Config if "heads" in config else GPTConfig
+    needed = sorted(field.name for field in fields(kind))
     if sorted(config) != needed:
         raise ValueError(f"manifest: config has {shown(sorted(config))}, {needed} is needed")
     for name, value in config.items():

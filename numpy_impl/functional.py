@@ -158,7 +158,9 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     y = w z + b,  z = (x - m) / s,  m = mean(x),  s = sqrt(mean((x - m)^2) + 1e-5):
     (..., E), (E,), (E,) -> (..., E).  With a = g w:
     dx = (a - mean(a) - z mean(a z)) / s,  dw = sum g z  and  db = sum g  over all leading axes.
-    Raises ValueError for other shapes, TypeError for mixed dtypes.
+    Right also where squares overflow (PyTorch gives z = 0 or NaN from |x - m| about 1.8e19 in
+    float32); a row in which x - m itself does is NaN. Raises ValueError for other shapes, TypeError
+    for mixed dtypes.
     """
     shape = x.shape
     if not shape or weight.shape != shape[-1:] or bias.shape != shape[-1:]:
@@ -171,10 +173,10 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
             f"layer_norm: got {x.dtype}, {weight.dtype}, {bias.dtype}, needed one dtype"
         )
     w = weight.data
-    z = x.data - x.data.mean(axis=-1, keepdims=True)
-    # Squares by hand: np.var takes absolute values of complex numbers.
-    s = np.sqrt((z * z).mean(axis=-1, keepdims=True) + LAYER_NORM_EPS)
-    z /= s
+    with np.errstate(over="ignore", invalid="ignore"):
+        z = x.data - x.data.mean(axis=-1, keepdims=True)
+        s = _deviation(z)
+        z /= s
     y = z * w
     y += bias.data
 
@@ -191,6 +193,18 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         return dx, dw, db
 
     return Tensor.from_op("layer_norm", y, (x, weight, bias), gradient_fn)
+
+
+def _deviation(z: np.ndarray) -> np.ndarray:
+    """sqrt(mean(z^2) + 1e-5) of each row of the last axis, (..., 1)."""
+    # Squares by hand: np.var takes absolute values of complex numbers.
+    s = np.sqrt((z * z).mean(axis=-1, keepdims=True) + LAYER_NORM_EPS)
+    if np.isfinite(s).all():
+        return s
+    largest = np.abs(z.real).max(axis=-1, keepdims=True)
+    rest = z / largest
+    scaled = largest * np.sqrt((rest * rest).mean(axis=-1, keepdims=True))  # eps is far below
+    return np.where(np.isfinite(s), s, scaled)
 
 
 def embedding(table: Tensor, ids: Any) -> Tensor:

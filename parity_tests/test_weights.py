@@ -429,7 +429,7 @@ BAD_CONTENT: list[tuple[dict[str, Any], str]] = [
     ({"manifest": lambda m: m.update(vocabulary="abc")}, "vocabulary has 3 characters, 7"),
     ({"manifest": lambda m: m["config"].update(blocks=2)}, "transformers.1.attention"),
     ({"manifest": lambda m: m["config"].update(blocks=0)}, "blocks is 0"),
-    ({"manifest": lambda m: m["config"].update(heads=1)}, "config has"),
+    ({"manifest": lambda m: m["config"].update(dropout=0)}, "config has"),
     ({"manifest": lambda m: m.update(dtype="int8")}, "numpy in int8"),
     ({"manifest": lambda m: m.update(step=-1)}, "step is -1"),
 ]  # fmt: skip

@@ -63,7 +63,8 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     """Normalise each row of the last axis, then scale and shift (Ba, Kiros & Hinton 2016).
 
     y = w z + b,  z = (x - m) / s,  m = mean(x),  s = sqrt(mean((x - m)^2) + 1e-5):
-    (..., E), (E,), (E,) -> (..., E).  Raises ValueError for other shapes.
+    (..., E), (E,), (E,) -> (..., E).  From |x - m| about 1.8e19 in float32, where squares
+    overflow, z is 0, and further on NaN. Raises ValueError for other shapes.
     """
     if x.ndim < 1 or weight.shape != x.shape[-1:] or bias.shape != x.shape[-1:]:
         raise ValueError(
