@@ -23,6 +23,7 @@ from gpt_parity.config import (
     CheckConfig,
     ExportConfig,
     GenerateConfig,
+    NamesConfig,
     TrainConfig,
     VerifyConfig,
     require_place,
@@ -193,16 +194,23 @@ def export(*, config: Annotated[ExportConfig, Parameter(name="*")]) -> int:
     Example: gpt-parity oracle export --weights mine.npz --tokens batch.npz -o reference
     """
     with thread_limit(1, "numpy"):
-        from gpt_parity.oracle.bundle_files import require_free, save_bundle
-        from gpt_parity.oracle.subject import export as run
+        from gpt_parity.oracle.write_reference import write_reference
 
-        require_free(config.out, config.overwrite)
-        bundle = run(config)
-        save_bundle(config.out, bundle)
-        PipeConsole().print(
-            bundle.summary(config.out), highlight=False, markup=False, soft_wrap=True
-        )
+        said = write_reference(config)
+        PipeConsole().print(said, highlight=False, markup=False, soft_wrap=True)
         return 0
+
+
+@oracle.command
+def names(*, config: Annotated[NamesConfig, Parameter(name="*")]) -> int:
+    """Show what the parameters of a GPT-2 are called elsewhere, and how they lie in memory.
+
+    Example: gpt-parity oracle names --style hf
+    """
+    from gpt_parity.oracle.names_table import names_table
+
+    PipeConsole().print(names_table(config))
+    return 0
 
 
 @oracle.command

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -19,6 +20,7 @@ Backend = Literal["numpy", "torch"]
 ModelName = Literal["gpt", "gpt2"]
 Windows = Literal["ordered", "random"]
 Dtype = Literal["float32", "float64"]
+Style = Literal["source", "nanogpt", "hf", "llm.c"]
 
 
 # Operations of a step from which splitting it gains: threads wait for each other, and for the
@@ -32,6 +34,7 @@ BACKENDS: tuple[Backend, ...] = ("numpy", "torch")
 MODELS: tuple[ModelName, ...] = ("gpt", "gpt2")
 WINDOWS: tuple[Windows, ...] = ("ordered", "random")
 DTYPES: tuple[Dtype, ...] = ("float32", "float64")
+STYLES: tuple[Style, ...] = get_args(Style)
 
 
 # Fields of TrainConfig that say where a run is, not what it computes.
@@ -371,6 +374,9 @@ class BenchConfig:
             require_place(name, getattr(self, name), (self.data,))
 
 
+PresetName = Literal["tiny", "source", "wide", "deep", "gpt2-tiny", "gpt2-baby"]
+
+
 @dataclass(frozen=True)
 class Preset:
     """Sizes of a reference model and of its one batch."""
@@ -400,14 +406,21 @@ class ExportConfig:
     """
 
     out: Annotated[Path, Parameter(name=["--out", "-o"])]
-    """Where to write: FILE.safetensors, FILE.npz, or else a new folder of npy files."""
+    """Where to write: FILE.safetensors, FILE.npz, or else a new folder of npy files; of the format
+    llm.c a folder."""
+    format: Literal["bundle", "llm.c"] = "bundle"
+    """What to write: a bundle, or the checkpoint and the debug state that the C project reads."""
+    prefix: str = "gpt2_124M"
+    """How the two files of the format llm.c begin; its test opens those of the default."""
     weights: Path | None = None
-    """Your weights by name: a checkpoint, safetensors, npz, or a folder of npy files."""
+    """Your weights by name: a checkpoint, safetensors, npz, a folder of npy files, llm.c's .bin."""
+    style: Style = "source"
+    """Whose names and layouts your weights have; a checkpoint has its own."""
     tokens: Path | None = None
-    """Your token ids: an npy file of integers (B, T), or a file that holds an array "tokens"."""
+    """Your token ids (B, T): an npy file, a file of an array "tokens", a debug state of llm.c."""
     targets: Path | None = None
     """Your target ids, likewise; "targets" of the tokens' file by default."""
-    preset: Literal["tiny", "source", "wide", "deep", "gpt2-tiny", "gpt2-baby"] = "source"
+    preset: PresetName = "source"
     """Sizes for weights that are drawn: tiny, source (the text's), wide, deep, or of a GPT-2."""
     vocab_size: int | None = None
     """V in place of the preset's."""
@@ -448,6 +461,16 @@ class ExportConfig:
         require_choices(self)
         if self.preset not in PRESETS:
             raise ValueError(f"preset is {self.preset!r}, one of {tuple(PRESETS)} is needed")
+        if self.format not in ("bundle", "llm.c"):
+            raise ValueError(f"format is {self.format!r}, bundle or llm.c is needed")
+        if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}", self.prefix):
+            raise ValueError(
+                f"prefix is {self.prefix[:100]!r}, up to 100 letters, digits, _, - and . are needed"
+            )
+        if self.format == "llm.c" and self.steps:
+            raise ValueError(f"steps is {self.steps}, but the format llm.c holds no steps")
+        if self.style != "source" and self.weights is None:
+            raise ValueError(f"style is {self.style!r}, but there are no weights that it is of")
         if self.init not in ("order-one", "training"):
             raise ValueError(f"init is {self.init!r}, order-one or training is needed")
         for name in ("vocab_size", "context_size", "embedding_size", "blocks", "heads",
@@ -487,8 +510,10 @@ class CheckConfig:
     """Bundle that `oracle export` wrote."""
     dtype: Literal["float64", "float32", "tf32", "bfloat16", "float16"] | None = None
     """Arithmetic that your results come from; by default that of your arrays."""
+    style: Style = "source"
+    """Whose names and layouts your arrays have: `oracle names` shows them."""
     map: Path | None = None
-    """TOML file of lines  "your name" = "name in the bundle"."""
+    """TOML file of lines  "your name" = "name in the bundle", or in the style."""
     only: str | None = None
     """Judge only what matches this pattern, such as "grad/*bias"."""
     json: bool = False
@@ -497,7 +522,31 @@ class CheckConfig:
     """Also write a page with tables and pictures to this file."""
 
     def __post_init__(self) -> None:
+        if self.style not in STYLES:
+            raise ValueError(f"style is {self.style!r}, one of {STYLES} is needed")
         require_place("html", self.html, (self.ref, self.map))
+
+
+@dataclass(frozen=True, kw_only=True)
+class NamesConfig:
+    """Which names to show.
+
+    Raises ValueError for values out of range.
+    """
+
+    style: Style
+    """Whose names and layouts: ours, nanoGPT's, those of Hugging Face transformers, or llm.c's."""
+    preset: PresetName | None = None
+    """Model whose parameters to name, by default gpt2-tiny."""
+    ref: Path | None = None
+    """Bundle of whose model to name them."""
+
+    def __post_init__(self) -> None:
+        require_choices(self)
+        if self.preset is not None and self.preset not in PRESETS:
+            raise ValueError(f"preset is {self.preset!r}, one of {tuple(PRESETS)} is needed")
+        if self.preset is not None and self.ref is not None:
+            raise ValueError("preset and ref are both given, one of them is needed")
 
 
 def require_threads(count: int) -> None:
@@ -537,6 +586,7 @@ def require_choices(config: object) -> None:
     """Raise ValueError unless what `config` has of these choices is known."""
     for name, known in (
         ("backend", BACKENDS), ("dtype", DTYPES), ("model", MODELS), ("windows", WINDOWS),
+        ("style", STYLES),
     ):  # fmt: skip
         if getattr(config, name, known[0]) not in known:
             raise ValueError(f"{name} is {getattr(config, name)!r}, one of {known} is needed")

@@ -30,6 +30,7 @@ from gpt_parity.config import (
     ExportConfig,
     GenerateConfig,
     GPTConfig,
+    NamesConfig,
     TrainConfig,
     VerifyConfig,
 )
@@ -550,6 +551,7 @@ def test_missing_torch_says_how_to_install_it() -> None:
         ("experiment fill-value", FillValueConfig),
         ("oracle export", ExportConfig),
         ("oracle check", CheckConfig),
+        ("oracle names", NamesConfig),
     ],
 )
 def test_help_explains_every_flag(

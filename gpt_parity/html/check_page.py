@@ -45,6 +45,8 @@ def _compared(report: Report, mine: Path, config: CheckConfig) -> dict[str, obje
         "results": portable(str(mine)), "reference": portable(str(config.ref)),
         "arithmetic": report.title, "tensors": len(report.judgements),
     }  # fmt: skip
+    if config.style != "source":
+        said["names and layouts"] = config.style
     if config.map is not None:
         said["names by"] = portable(str(config.map))
     if config.only is not None:

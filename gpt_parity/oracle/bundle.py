@@ -102,7 +102,7 @@ class Bundle:
             raise ValueError(f"bundle: holds no {key}" + (f"; is it {own}?" if own else ""))
         return self.arrays[key].astype(np.float64), tolerances[key]
 
-    def summary(self, path: Path) -> str:
+    def summary(self, path: Path | str) -> str:
         """What was written where, what cannot be judged, and whether the references agree."""
         sizes, (batch, length) = self.config, self.tokens.shape
         steps = f" and {self.steps} steps" if self.steps else ""

@@ -13,9 +13,12 @@ from gpt_parity.arrays import read_arrays
 from gpt_parity.backends import build_model
 from gpt_parity.checkpoint import load_checkpoint
 from gpt_parity.config import PRESETS, ExportConfig
+from gpt_parity.manifest import one_line
 from gpt_parity.model_config import GPT2Config, GPTConfig
 from gpt_parity.oracle.bundle import Bundle, make_bundle
 from gpt_parity.oracle.bundle_files import check_targets
+from gpt_parity.oracle.llmc import read_ids, read_llmc
+from gpt_parity.oracle.styles import from_style, names, plain_names, sizes_of
 from gpt_parity.provenance import portable, provenance
 from gpt_parity.weights import get_weights
 from numpy_impl.gpt import check_tokens
@@ -27,6 +30,7 @@ PREFIXES = ("model/", "weight/")
 OWN_SCORE = 2.0
 # Deviation of a GPT-2's logits, whose inputs are normalised.
 LOGIT = 2.0
+PLACES = ("out", "overwrite", "format", "prefix")
 SIZES = ("vocab_size", "context_size", "embedding_size", "blocks", "heads")
 
 
@@ -35,14 +39,15 @@ def export(config: ExportConfig) -> Bundle:
     if config.weights is None:
         model, weights = _drawn_weights(config)
     else:
-        given = [n for n in SIZES if n != "heads" and getattr(config, n) is not None]
+        untold = {"heads", "vocab_size"} if config.style == "llm.c" else {"heads"}
+        given = [n for n in SIZES if n not in untold and getattr(config, n) is not None]
         if given:
             raise ValueError(f"{given[0]} is given, but sizes come from the weights")
-        model, weights = read_weights(config.weights, config.heads)
+        model, weights = read_weights(config.weights, config.heads, config.style, config.vocab_size)
     tokens, targets = _batch(config, model)
     bundle = make_bundle(
-        model, weights, tokens, targets, dtype=config.dtype, steps=config.steps,
-        optimizer=config.optimizer,
+        model, weights, tokens, targets, steps=config.steps, optimizer=config.optimizer,
+        dtype="float32" if config.format == "llm.c" else config.dtype,
     )  # fmt: skip
     return replace(bundle, provenance=_provenance(config))
 
@@ -50,7 +55,7 @@ def export(config: ExportConfig) -> Bundle:
 def _provenance(config: ExportConfig) -> dict[str, Any]:
     """Versions, threads, and what was asked for, which does not depend on where it is written."""
     facts = {key: value for key, value in provenance().items() if key != "command"}
-    asked = {key: value for key, value in asdict(config).items() if key not in ("out", "overwrite")}
+    asked = {key: value for key, value in asdict(config).items() if key not in PLACES}
     for key, value in asked.items():
         if isinstance(value, Path):
             asked[key] = portable(str(value))
@@ -93,23 +98,28 @@ def order_one(model: GPTConfig, seed: int) -> Arrays:
     return weights
 
 
-def read_weights(path: Path, heads: int | None = None) -> tuple[GPTConfig, Arrays]:
+def read_weights(
+    path: Path, heads: int | None = None, style: str = "source", vocab_size: int | None = None
+) -> tuple[GPTConfig, Arrays]:
     """Weights by name from a checkpoint or any file of arrays, and the sizes that they imply.
 
-    Those of a GPT-2 do not say how many heads it has; a checkpoint does.
+    Those of a GPT-2 do not say how many heads it has; a checkpoint does, of llm.c too. style: of
+    a file that is none. vocab_size: V where the style pads it.
     """
     if (path / "checkpoint.safetensors").is_file():
         path = path / "checkpoint.safetensors"
+    if path.suffix == ".bin":
+        model, weights = read_llmc(path)
+        return _of_checkpoint(path, model, heads, style), weights
     arrays, _ = read_arrays(path)
     if any(name.startswith("model/") for name in arrays):
         checkpoint = load_checkpoint(path)
-        own_heads = getattr(checkpoint.config, "heads", None)
-        if heads is not None and heads != own_heads:
-            raise ValueError(f"heads is {heads}, {path} has {own_heads or 'none'}")
-        return checkpoint.config, checkpoint.weights
+        return _of_checkpoint(path, checkpoint.config, heads, style), checkpoint.weights
     for prefix in PREFIXES:
         own = {n.removeprefix(prefix): a for n, a in arrays.items() if n.startswith(prefix)}
         arrays = own or arrays
+    if style != "source":
+        return _styled_weights(path, arrays, heads, style, vocab_size)
     try:
         vocab_size, embedding_size = arrays["embedding.embedding.weight"].shape
         context_size = len(arrays["embedding.positional_embedding.weight"])
@@ -127,6 +137,30 @@ def read_weights(path: Path, heads: int | None = None) -> tuple[GPTConfig, Array
     if heads is not None:
         raise ValueError(f"heads is given, but {path} has no norm.weight as a GPT-2 has")
     return GPTConfig(*sizes), arrays
+
+
+def _of_checkpoint(path: Path, model: GPTConfig, heads: int | None, style: str) -> GPTConfig:
+    """The sizes of a checkpoint, which nothing that was given may contradict."""
+    own_heads = getattr(model, "heads", None)
+    if heads is not None and heads != own_heads:
+        raise ValueError(f"heads is {heads}, {path} has {own_heads or 'none'}")
+    own_style = "llm.c" if path.suffix == ".bin" else "source"
+    if style not in ("source", own_style):
+        raise ValueError(f"style is {style!r}, but {path} is a checkpoint with names of its own")
+    return model
+
+
+def _styled_weights(
+    path: Path, arrays: Arrays, heads: int | None, style: str, vocab_size: int | None
+) -> tuple[GPTConfig, Arrays]:
+    if heads is None:
+        raise ValueError(f"{path}: is of a GPT-2, whose weights do not tell: heads is needed")
+    try:
+        model = sizes_of(plain_names(arrays, style), style, heads, vocab_size)
+        names(model, style)
+        return model, from_style(arrays, model, style)
+    except ValueError as error:
+        raise ValueError(f"{path}: {one_line(error)}") from error
 
 
 def _batch(config: ExportConfig, model: GPTConfig) -> tuple[np.ndarray, np.ndarray]:
@@ -155,7 +189,7 @@ def _batch(config: ExportConfig, model: GPTConfig) -> tuple[np.ndarray, np.ndarr
 
 def _ids(path: Path, name: str) -> Arrays:
     """The arrays of a file; one npy file holds what was asked for."""
-    arrays, _ = read_arrays(path)
+    arrays = read_ids(path) if path.suffix == ".bin" else read_arrays(path)[0]
     if "" in arrays:
         arrays = {name: arrays[""]}
     if name not in arrays:

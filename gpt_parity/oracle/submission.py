@@ -51,14 +51,14 @@ def by_key(mine: Mapping[str, np.ndarray], bundle: Bundle, names: Mapping[str, s
         if name in known:
             raise ValueError(f"map: {name} is a name of the bundle itself, and keeps its meaning")
         if key not in known:
-            raise ValueError(f"map: {name} = {key} names nothing in the bundle{_near(key, known)}")
+            raise ValueError(f"map: {name} = {key} names nothing in the bundle{near(key, known)}")
     if any(name.startswith(TOLERANCE) for name in mine):
         raise ValueError("is a bundle or a copy of one, your own results alone are needed")
     keys = {name: names.get(name, name) for name in mine}
     unknown = [name for name, key in keys.items() if key not in known]
     if unknown:
         more = f" and {len(unknown) - 1} more are" if len(unknown) > 1 else " is"
-        raise ValueError(f"{unknown[0]}{more} unknown to the bundle{_near(unknown[0], known)}")
+        raise ValueError(f"{unknown[0]}{more} unknown to the bundle{near(unknown[0], known)}")
     found: Arrays = {}
     for name, array in mine.items():
         key = aliases.get(keys[name], keys[name])
@@ -68,7 +68,7 @@ def by_key(mine: Mapping[str, np.ndarray], bundle: Bundle, names: Mapping[str, s
     return found
 
 
-def _near(name: str, known: Iterable[str]) -> str:
+def near(name: str, known: Iterable[str]) -> str:
     """A suggestion for a name that almost exists; nothing is matched on its own."""
     known = list(known)
     ends = [k for k in known if k.endswith(f"/{name}") and k.startswith(GRAD)]

@@ -110,18 +110,25 @@ def trace(
     for name, value in recorder.values.items():
         if not np.array_equal(value, _array(recorder.tensors[name]), equal_nan=True):
             raise RuntimeError(f"trace: {name} was written to after it was computed")
-    parameters = {name: _array(p.grad) for name, p in model.named_parameters()}
+    parameters = {name: _gradient(p) for name, p in model.named_parameters()}
     for parameter in model.parameters():
         parameter.grad = None
     return Trace(
         loss=_array(loss),
         values=recorder.values,
-        gradients={name: _array(t.grad) for name, t in recorder.tensors.items()},
+        gradients={name: _gradient(t) for name, t in recorder.tensors.items()},
         parameters=parameters,
         aliases=recorder.aliases,
         kept=recorder.kept,
         ordinals={n: recorder.order.get(id(t), -1) for n, t in recorder.tensors.items()},
     )
+
+
+def _gradient(tensor: Any) -> np.ndarray:
+    """The derivative of the loss, which is 0 where it does not depend on the tensor."""
+    if tensor.grad is None:
+        return np.zeros_like(_array(tensor))
+    return _array(tensor.grad)
 
 
 def _array(tensor: Any) -> np.ndarray:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 import json
 import math
 from collections.abc import Iterable, Mapping
@@ -12,7 +11,6 @@ from typing import Any
 
 import numpy as np
 
-from gpt_parity.arrays import read_arrays
 from gpt_parity.config import CheckConfig
 from gpt_parity.manifest import one_line
 from gpt_parity.oracle.bundle import STEP, WEIGHT, Bundle, measured
@@ -22,6 +20,7 @@ from gpt_parity.oracle.compare import GRADIENT, PARAMETER, Judgement, Pair, Repo
 from gpt_parity.oracle.graph import GRAD, graph
 from gpt_parity.oracle.hints import hints, suspected
 from gpt_parity.oracle.rounding import Unit
+from gpt_parity.oracle.styled import in_our_names, matching, read_results, translated
 from gpt_parity.oracle.submission import (
     by_key,
     check_form,
@@ -46,19 +45,25 @@ def check_file(mine: Path, config: CheckConfig) -> Report:
     bundle = load_bundle(config.ref)
     names = read_map(config.map) if config.map is not None else {}
     keep = config.html is not None
-    return judge_file(mine, bundle, config.dtype, names=names, only=config.only, keep=keep)
+    return judge_file(
+        mine, bundle, config.dtype, names=names, only=config.only, keep=keep, style=config.style
+    )
 
 
 def judge_file(
     mine: Path, bundle: Bundle, dtype: str | None = None, *,
     names: Mapping[str, str] | None = None, only: str | None = None, keep: bool = False,
+    style: str = "source",
 ) -> Report:  # fmt: skip
-    """`check_arrays` of the arrays of a file, in messages that name it."""
-    arrays, _ = read_arrays(mine, bfloat16=dtype == "bfloat16")
+    """`check_arrays` of the arrays of a file, in messages that name it.
+
+    In style llm.c it may be a debug state of that project.
+    """
+    arrays = read_results(mine, bundle, style, bfloat16=dtype == "bfloat16")
     if "" in arrays:
         raise ValueError(f"{mine}: is one array without a name, a folder of npy files is needed")
     try:
-        return check_arrays(arrays, bundle, dtype, names=names, only=only, keep=keep)
+        return check_arrays(arrays, bundle, dtype, names=names, only=only, keep=keep, style=style)
     except (ValueError, TypeError) as error:
         raise ValueError(f"{mine}: {one_line(error)}") from error
 
@@ -66,16 +71,20 @@ def judge_file(
 def check_arrays(
     mine: Mapping[str, np.ndarray], bundle: Bundle, dtype: str | None = None, *,
     names: Mapping[str, str] | None = None, only: str | None = None, keep: bool = False,
+    style: str = "source",
 ) -> Report:  # fmt: skip
     """Judge arrays by key; any subset of the bundle's. See `check_file` for the arguments.
 
-    `keep`: the report holds the arrays and the bundle too.
+    `keep`: the report holds the arrays and the bundle too. `style`: whose names and layouts
+    they have, which `names` lead to and `only` may match.
     """
+    if style != "source":
+        mine, names = in_our_names(mine, bundle, style, names or {}), {}
     named = by_key(mine, bundle, names or {})
     check_inputs(named, bundle)
     results = {k: named[k] for k in bundle.arrays if k in named}
     if only is not None:
-        results = {k: a for k, a in results.items() if fnmatch.fnmatchcase(k, only)}
+        results = {k: results[k] for k in matching(results, only, bundle, style)}
     if not results:
         what = f"that matches {only!r}" if only is not None else "of the bundle's results"
         raise ValueError(f"holds nothing {what}, at least one tensor is needed")
@@ -97,6 +106,8 @@ def check_arrays(
         if keep:
             pairs[kind, key] = pair
     report = _report(judgements, results, bundle, tolerances, unit)
+    if style != "source":
+        report = replace(report, notes=(*report.notes, *translated(report, bundle, style)))
     return replace(report, pairs=pairs, bundle=bundle) if keep else report
 
 

@@ -33,6 +33,7 @@ COMMANDS: dict[tuple[str, ...], type] = {
     ("bench",): config.BenchConfig,
     ("oracle", "export"): config.ExportConfig,
     ("oracle", "check"): config.CheckConfig,
+    ("oracle", "names"): config.NamesConfig,
 }
 # What keeps a run that does work short; a flag that is drawn takes its place.
 SHORT: dict[tuple[str, ...], dict[str, str]] = {
@@ -44,6 +45,7 @@ SHORT: dict[tuple[str, ...], dict[str, str]] = {
     ("oracle", "export"): {"out": "new", "preset": "tiny", "vocab_size": "5", "context_size": "3",
                            "embedding_size": "2", "blocks": "1", "batch_size": "1", "length": "2"},
     ("oracle", "check"): {"ref": "ref.npz"},
+    ("oracle", "names"): {"style": "hf"},
 }  # fmt: skip
 # Numbers that make a run longer and not larger are small, or refused: the run would be a right one.
 LONG = {"max_steps", "epochs", "tokens", "sample_tokens", "steps", "warmup"}

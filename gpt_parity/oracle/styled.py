@@ -1,0 +1,183 @@
+"""Submissions and weights in the names and layouts of other projects."""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from gpt_parity.arrays import read_arrays
+from gpt_parity.oracle.bundle import STEP, TOLERANCE, WEIGHT, Bundle
+from gpt_parity.oracle.compare import Report
+from gpt_parity.oracle.graph import GRAD, VALUE
+from gpt_parity.oracle.llmc import read_state
+from gpt_parity.oracle.styles import Entry, from_style, names, plain_name, without_padding
+from gpt_parity.oracle.submission import near
+from gpt_parity.tensors import as_array
+
+Arrays = dict[str, np.ndarray]
+LOGITS = "logits"
+# What stands before a parameter's name: that of its gradient, of itself, or of a step's result.
+PREFIX = re.compile(rf"{GRAD}|{WEIGHT}|{STEP}/[0-9]{{1,9}}/(?:exp_avg|exp_avg_sq|weight)/")
+# Lines about names.
+LISTED = 3
+
+
+def in_our_names(
+    mine: Mapping[str, Any], bundle: Bundle, style: str, renamed: Mapping[str, str]
+) -> Arrays:
+    """A submission in a style by the bundle's keys, in the layouts of the bundle.
+
+    A parameter's name alone, or after `grad/`, is its gradient; after `weight/` the weight itself;
+    after `step/<k>/exp_avg/` and so on a step's. `logits` are the model's output. All other keys
+    are the bundle's. renamed: from names of somebody's own to such names. Raises ValueError for a
+    key that can mean two things or nothing, and what `from_style` raises.
+    """
+    if any(name.startswith(TOLERANCE) for name in mine):
+        raise ValueError("is a bundle or a copy of one, your own results alone are needed")
+    entries = names(bundle.config, style)
+    theirs = {entry.theirs for entry in entries}
+    for name, key in renamed.items():
+        if _parameter(name, theirs, style) or name in bundle.arrays:
+            raise ValueError(f"map: {name} has a meaning in style {style} already, and keeps it")
+        _place(key, bundle, entries, style, "map: ")
+    groups: dict[str, Arrays] = {}
+    found: Arrays = {}
+    origin: dict[str, str] = {}
+    for name, value in mine.items():
+        array = as_array(value)
+        place = _place(renamed.get(name, name), bundle, entries, style)
+        if place is None:
+            continue
+        prefix, key = place
+        if prefix + key in origin:
+            raise ValueError(
+                f"{name} and {origin[prefix + key]} are both {prefix}{key}, one of them is needed"
+            )
+        origin[prefix + key] = name
+        if prefix:
+            groups.setdefault(prefix, {})[key] = array
+            if prefix == GRAD and renamed.get(name, name) != GRAD + key:
+                _refuse_weights(name, key, array, bundle, style)
+        else:
+            found[key] = _unpadded(key, name, array, bundle, style)
+    for prefix, group in groups.items():
+        ours = from_style(group, bundle.config, style, label=prefix, partial=True)
+        found |= {prefix + name: array for name, array in ours.items()}
+    return found
+
+
+def _parameter(key: str, theirs: set[str], style: str) -> tuple[str, str] | None:
+    """Prefix and plain name of what is a parameter's in a style; None for other keys."""
+    match = PREFIX.match(key)
+    prefix = match.group() if match else ""
+    plain = plain_name(key.removeprefix(prefix), style)
+    if plain is None:
+        return prefix or GRAD, ""
+    return (prefix or GRAD, plain) if plain in theirs else None
+
+
+def _place(
+    key: str, bundle: Bundle, entries: list[Entry], style: str, label: str = ""
+) -> tuple[str, str] | None:
+    """(prefix, name) of a parameter's array, ("", key) of another one, None for a mask."""
+    theirs = {entry.theirs for entry in entries}
+    parameter = _parameter(key, theirs, style)
+    if parameter is not None:
+        return parameter if parameter[1] else None
+    if key in (LOGITS, VALUE + LOGITS, GRAD + LOGITS):
+        return "", (GRAD if key.startswith(GRAD) else VALUE) + "output"
+    match = PREFIX.match(key)
+    prefix = match.group() if match else ""
+    own = [e.theirs for e in entries if e.ours == key.removeprefix(prefix)]
+    if own and (prefix or key not in bundle.arrays):
+        raise ValueError(f"{label}{key} is a name of style source, {prefix}{own[0]} is needed")
+    aliases = {p + alias for alias in bundle.aliases for p in (VALUE, GRAD)}
+    if key not in {*bundle.arrays, *aliases, "tokens", "targets"}:
+        known = [p + name for name in theirs for p in ("", GRAD, WEIGHT)]
+        known += [*bundle.arrays, LOGITS]
+        raise ValueError(f"{label}{key} is unknown in style {style}{near(key, known)}")
+    return "", key
+
+
+def _refuse_weights(name: str, plain: str, array: np.ndarray, bundle: Bundle, style: str) -> None:
+    """A state dictionary has the names of gradients that have no prefix."""
+    try:
+        ours = from_style({plain: array}, bundle.config, style, partial=True)
+    except ValueError:
+        return  # said later, of all of them together
+    weights = bundle.weights
+    same = {n: np.array_equal(a, weights[n].astype(a.dtype)) for n, a in ours.items()}
+    if any(same[n] and a.size > 1 and a.any() for n, a in ours.items()):
+        raise ValueError(
+            f"{name} is the weight itself; its gradient is needed under that name, and weight/"
+            f"{plain} for the weight"
+        )
+
+
+def _unpadded(key: str, name: str, array: np.ndarray, bundle: Bundle, style: str) -> np.ndarray:
+    """Logits of llm.c without the columns of its padding, which are 0, or minus infinity."""
+    if style != "llm.c" or key not in (VALUE + "output", GRAD + "output"):
+        return array
+    vocab_size = bundle.config.vocab_size
+    if array.ndim != 3 or array.shape[-1] <= vocab_size:
+        return array
+    others = (-math.inf,) if key.startswith(VALUE) else ()
+    return without_padding(array, vocab_size, 2, name, others)
+
+
+def read_results(path: Path, bundle: Bundle, style: str, *, bfloat16: bool = False) -> Arrays:
+    """The arrays of a file, or those of a debug state of llm.c; ValueError for anything else."""
+    names(bundle.config, style)  # or it ends here, whatever the file holds
+    if style == "llm.c" and path.suffix == ".bin":
+        return read_state(path, bundle.config)
+    return read_arrays(path, bfloat16=bfloat16)[0]
+
+
+def matching(keys: Iterable[str], pattern: str, bundle: Bundle, style: str) -> list[str]:
+    """Those of the bundle's keys that match under their own name or one that the style has."""
+    others = their_keys(bundle, style) if style != "source" else {}
+    return [
+        key for key in keys
+        if any(fnmatch.fnmatchcase(name, pattern) for name in (key, *others.get(key, ())))
+    ]  # fmt: skip
+
+
+def their_keys(bundle: Bundle, style: str) -> dict[str, list[str]]:
+    """Every key of the bundle that a style names otherwise -> its keys in the style."""
+    found: dict[str, list[str]] = {VALUE + "output": [LOGITS], GRAD + "output": [GRAD + LOGITS]}
+    entries: dict[str, list[str]] = {}
+    for entry in names(bundle.config, style):
+        entries.setdefault(entry.ours, []).append(entry.theirs)
+    for key in [*bundle.arrays, *(WEIGHT + name for name in bundle.weights)]:
+        match = PREFIX.match(key)
+        prefix = match.group() if match else ""
+        theirs = entries.get(key.removeprefix(prefix), [])
+        if prefix and theirs:
+            bare = theirs if prefix == GRAD else []
+            found[key] = [*(prefix + name for name in theirs), *bare]
+    return found
+
+
+def translated(report: Report, bundle: Bundle, style: str) -> tuple[str, ...]:
+    """Lines that say what the first wrong tensors are called in a style, and how they lie there."""
+    entries: dict[str, Entry] = {}
+    for entry in names(bundle.config, style):
+        entries.setdefault(entry.ours, entry)
+    lines = []
+    for judgement in report.judgements:
+        match = PREFIX.match(judgement.name)
+        entry = entries.get(judgement.name.removeprefix(match.group())) if match else None
+        if judgement.ok or match is None or entry is None:
+            continue
+        lines.append(
+            f"in style {style}: {judgement.name} is {match.group()}{entry.theirs}, "
+            f"{entry.describe()}"
+        )
+    more = len(lines) - LISTED
+    return (*lines[:LISTED], *([f"in style {style}: and {more} more"] if more > 0 else []))
