@@ -20,6 +20,10 @@ class MissingBackendError(ImportError):
     """A backend was asked for whose library cannot be imported."""
 
 
+class MissingTokenizersError(MissingBackendError):
+    """A byte-pair tokenizer was asked for, whose library cannot be imported."""
+
+
 def load_backend(name: str) -> ModuleType:
     """Return the package with GPT, GPT2, GPTLoss, AdamWOptimizer and no_grad of a backend.
 

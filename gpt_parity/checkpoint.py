@@ -19,6 +19,7 @@ from safetensors.numpy import save
 
 from gpt_parity.arrays import read_safetensors
 from gpt_parity.backends import backend_of, build_model
+from gpt_parity.bpe import BytePairTokenizer
 from gpt_parity.config import BACKENDS, DTYPES, TrainConfig
 from gpt_parity.corpus import CharTokenizer
 from gpt_parity.files import write_atomically
@@ -29,12 +30,14 @@ from gpt_parity.weights import check_arrays, get_weights, named_parameters, set_
 
 CHECKPOINT_NAME = "checkpoint.safetensors"
 FORMAT = "gpt-parity checkpoint"
-FORMAT_VERSION = 2  # 1 had no training run
+FORMAT_VERSION = 3  # 1 had no training run, 2 characters alone
+FORMAT_VERSION_OF_CHARACTERS = 2
 MOMENTS = ("exp_avg", "exp_avg_sq")
 KINDS = {
     "config": dict, "vocabulary": str, "backend": str, "dtype": str, "step": int,
     "provenance": dict,
 }  # fmt: skip
+BYTE_PAIR, NO_TEXT = "byte-pair", "none"
 WEIGHTS, STEPS, RANDOM = "model/", "state/steps/", "state/random/"
 LONGEST_PATH = 4096
 GENERATOR_SHAPE = (625,)  # the 624 words of a Mersenne Twister, and the place in them
@@ -104,7 +107,8 @@ class Checkpoint:
 
     optimizer: {"exp_avg": {name: array}, "exp_avg_sq": {name: array}, "steps": {name: int}}, or
     None where no optimizer was saved. step: training steps finished. run: None where the model was
-    saved by itself.
+    saved by itself. vocabulary: the characters, "" where there are none. tokenizer_json: of a model
+    of byte-pair text. One without either has no text.
     """
 
     config: GPTConfig
@@ -116,10 +120,22 @@ class Checkpoint:
     optimizer: dict[str, dict[str, Any]] | None = field(default=None, repr=False)
     run: TrainingRun | None = None
     provenance: dict[str, Any] = field(default_factory=dict, repr=False)
+    tokenizer_json: str | None = field(default=None, repr=False)
 
     @property
-    def tokenizer(self) -> CharTokenizer:
-        return CharTokenizer(self.vocabulary)
+    def has_text(self) -> bool:
+        return bool(self.vocabulary) or self.tokenizer_json is not None
+
+    @property
+    def tokenizer(self) -> CharTokenizer | BytePairTokenizer:
+        """Made anew. ValueError for a model without text, and what a BytePairTokenizer raises."""
+        if not self.has_text:
+            raise ValueError("checkpoint is of a model without text, one with text is needed")
+        if self.tokenizer_json is None:
+            return CharTokenizer(self.vocabulary)
+        tokenizer = BytePairTokenizer(self.tokenizer_json)
+        tokenizer.check_model(self.config.vocab_size)
+        return tokenizer
 
     def build_model(self, backend: str | None = None, dtype: str | None = None) -> Any:
         """Return a model with these weights, by default of the backend and dtype of the file."""
@@ -150,11 +166,14 @@ def _optimizer_names(model: Any, optimizer: Any) -> list[str]:
 
 
 def save_checkpoint(
-    path: Path, model: Any, *, config: GPTConfig, vocabulary: str, step: int = 0,
+    path: Path, model: Any, *, config: GPTConfig, vocabulary: str | None, step: int = 0,
     optimizer: Any = None, run: TrainingRun | None = None,
-    provenance: Mapping[str, Any] | None = None,
+    provenance: Mapping[str, Any] | None = None, tokenizer_json: str | None = None,
 ) -> None:  # fmt: skip
     """Write a checkpoint: weights, and where given the optimizer's state and the run's.
+
+    vocabulary: the characters, or None for a model of byte-pair text (`tokenizer_json`) or without
+    any text.
 
     The same content gives the same bytes. The file is written beside `path`, read back and
     compared with the model; only then does it take the name, so that what stood there stays whole
@@ -163,7 +182,15 @@ def save_checkpoint(
     written.
     """
     shapes = config.parameter_shapes()
-    _check_vocabulary(vocabulary, config)
+    if vocabulary is None:
+        vocabulary = ""
+        tokenizer: dict[str, Any] | None = {"kind": NO_TEXT}
+        if tokenizer_json is not None:
+            BytePairTokenizer(tokenizer_json).check_model(config.vocab_size)
+            tokenizer = {"kind": BYTE_PAIR, "json": tokenizer_json}
+    else:
+        tokenizer = None
+        _check_vocabulary(vocabulary, config)
     weights = check_arrays("checkpoint", get_weights(model), shapes)
     tensors = {f"{WEIGHTS}{name}": array for name, array in weights.items()}
     if optimizer is not None:
@@ -179,7 +206,7 @@ def save_checkpoint(
         tensors[f"{RANDOM}sample"] = _generator_state(run.sample)
     manifest = {
         "format": FORMAT,
-        "version": FORMAT_VERSION,
+        "version": FORMAT_VERSION_OF_CHARACTERS if tokenizer is None else FORMAT_VERSION,
         "config": asdict(config),
         "vocabulary": vocabulary,
         "backend": backend_of(model),
@@ -188,6 +215,8 @@ def save_checkpoint(
         "run": run.manifest if run is not None else None,
         "provenance": dict(provenance or {}),
     }
+    if tokenizer is not None:
+        manifest["tokenizer"] = tokenizer
     text = json.dumps(manifest, sort_keys=True, allow_nan=False)
     if json.loads(text)["vocabulary"] != vocabulary:
         raise ValueError(
@@ -245,7 +274,9 @@ def _from_arrays(manifest: dict[str, Any], arrays: dict[str, np.ndarray]) -> Che
     # Before any work that grows with what the manifest claims.
     if config.blocks > len(arrays):
         raise ValueError(f"config has {config.blocks} blocks, more than there are arrays")
-    _check_vocabulary(manifest["vocabulary"], config)
+    tokenizer_json = _tokenizer_json(manifest)
+    if "tokenizer" not in manifest:
+        _check_vocabulary(manifest["vocabulary"], config)
     if backend not in BACKENDS or dtype not in DTYPES:
         raise ValueError(
             f"manifest: is of {backend} in {dtype}, one of {BACKENDS} in one of {DTYPES} is needed"
@@ -280,8 +311,24 @@ def _from_arrays(manifest: dict[str, Any], arrays: dict[str, np.ndarray]) -> Che
     return Checkpoint(
         config, manifest["vocabulary"], backend, dtype,
         require_integer("step", manifest.get("step"), 0), weights, optimizer, run,
-        manifest["provenance"],
+        manifest["provenance"], tokenizer_json,
     )  # fmt: skip
+
+
+def _tokenizer_json(manifest: dict[str, Any]) -> str | None:
+    """The text of the byte-pair tokenizer, which is judged where it is used; None without one."""
+    content = manifest.get("tokenizer", {"kind": NO_TEXT})
+    kind = content.get("kind") if isinstance(content, dict) else None
+    text = content.get("json") if kind == BYTE_PAIR else None
+    keys = {NO_TEXT: {"kind"}, BYTE_PAIR: {"kind", "json"}}.get(str(kind))
+    if keys is None or set(content) != keys or (kind == BYTE_PAIR and not isinstance(text, str)):
+        raise ValueError(
+            f"manifest: tokenizer is {shown(content)}, one of kind {NO_TEXT} or {BYTE_PAIR} with "
+            "its json is needed"
+        )
+    if "tokenizer" in manifest and manifest["vocabulary"]:
+        raise ValueError("manifest: has a vocabulary and a tokenizer, one of them is needed")
+    return text
 
 
 def _training_run(

@@ -29,6 +29,7 @@ from gpt_parity.config import (
     require_place,
 )
 from gpt_parity.display import discard, say
+from gpt_parity.hf_commands import export_hf, import_hf
 from gpt_parity.lessons.config import ExplainConfig, FillValueConfig, LockstepConfig
 from gpt_parity.provenance import package_version
 
@@ -156,6 +157,10 @@ def bench(*, config: Annotated[BenchConfig | None, Parameter(name="*")] = None) 
     from gpt_parity.bench.run import run
 
     return run(config or BenchConfig(), PipeConsole())
+
+
+app.command(import_hf)
+app.command(export_hf)
 
 
 oracle = App(

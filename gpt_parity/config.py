@@ -260,7 +260,7 @@ class GenerateConfig:
     backend: Backend = "numpy"
     """Which implementation computes the logits."""
     tokens: int = 200
-    """Characters to generate."""
+    """Tokens to generate: characters, or pieces of text where the model has those."""
     temperature: float = 1.0
     """Below 1 is bolder, above 1 is wilder; 0 always takes the likeliest character."""
     top_k: int | None = None

@@ -15,7 +15,7 @@ import stat
 import sys
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -111,6 +111,17 @@ class CharTokenizer:
         codes = self._codes[array.astype(np.int64)]
         return codes.astype("<u4").tobytes().decode("utf-32-le", "surrogatepass")
 
+    def decode_stream(self, ids: Iterable[int]) -> Iterator[str]:
+        """Yield the character of each id as it comes."""
+        return (self.decode([i]) for i in ids)
+
+    def check_model(self, vocab_size: int) -> None:
+        """Raise ValueError for a model of another vocabulary."""
+        if self.vocab_size != vocab_size:
+            raise ValueError(
+                f"vocabulary has {self.vocab_size} characters, {vocab_size} are needed by the model"
+            )
+
 
 def _code_points(text: str) -> np.ndarray:
     if not isinstance(text, str):
@@ -129,6 +140,10 @@ class Corpus:
     name: str
     sha256: str
     is_fallback: bool = False
+
+    @property
+    def size(self) -> str:
+        return f"{len(self.text):,} characters" if self.text else "no text"
 
 
 def read_corpus(path: Path | None = None) -> Corpus:
@@ -222,29 +237,33 @@ class CharDataset:
         if not isinstance(text, str):
             raise TypeError(f"text is a {type(text).__name__}, a str is needed")
 
-        boundary = int(fraction * len(text))
+        boundary = self._split(len(text), fraction, drop_last, "characters")
+        self.tokenizer = CharTokenizer.from_text(text) if tokenizer is None else tokenizer
+        ids = self.tokenizer.encode(text)
+        self._ids = {"train": ids[:boundary], "test": ids[boundary:]}
+
+    def _split(self, size: int, fraction: float, drop_last: bool, unit: str) -> int:
+        """Count windows and batches of both parts; returns where the second begins."""
+        boundary = int(fraction * size)
         self._windows: dict[str, int] = {}
         self._batch_counts: dict[str, int] = {}
-        for split, length in (("train", boundary), ("test", len(text) - boundary)):
+        for split, length in (("train", boundary), ("test", size - boundary)):
             if length <= self.context_size:
                 raise ValueError(
-                    f"{split} split has {length} characters of the {len(text)} of the text, at "
+                    f"{split} split has {length} {unit} of the {size} of the text, at "
                     f"least {self.context_size + 1} are needed (context_size + 1)"
                 )
             windows = (length - self.context_size - 1) // self._stride + 1
             if drop_last and windows < self.batch_size:
                 raise ValueError(
-                    f"{split} split has {windows} windows of {self.context_size} characters, at "
+                    f"{split} split has {windows} windows of {self.context_size} {unit}, at "
                     f"least batch_size = {self.batch_size} are needed (or drop_last=False)"
                 )
             batches = windows // self.batch_size
             if not drop_last:
                 batches = -(-windows // self.batch_size)
             self._windows[split], self._batch_counts[split] = windows, batches
-
-        self.tokenizer = CharTokenizer.from_text(text) if tokenizer is None else tokenizer
-        ids = self.tokenizer.encode(text)
-        self._ids = {"train": ids[:boundary], "test": ids[boundary:]}
+        return boundary
 
     @property
     def vocab_size(self) -> int:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import shutil
+import stat
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -37,6 +39,17 @@ def write_atomically(path: Path, data: bytes, verify: Callable[[Path], None] | N
         raise type(error)(f"{path}: cannot be written, {reason}") from error
 
 
+def read_text(path: Path) -> str:
+    """The text of a regular UTF-8 file; ValueError of one line that names it."""
+    try:
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise ValueError(f"{path}: is no regular file")
+        return path.read_bytes().decode("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is not UTF-8"
+        raise ValueError(f"{path}: cannot be read, {reason}") from error
+
+
 def remove_partial(folder: Path, name: str) -> None:
     """Delete what writers of `folder / name` left when they were killed; none may be at work."""
     for partial in folder.glob(f".{name}.*{PARTIAL}"):
@@ -53,3 +66,32 @@ def _sync_folder(folder: Path) -> None:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
+
+
+def write_folder(path: Path, files: Mapping[str, bytes]) -> None:
+    """Write a folder of these files beside `path`, then rename: old or new, never half.
+
+    What is there is replaced, a folder too. Raises OSError that names `path`.
+    """
+    path = path.absolute()
+    beside, old = (path.with_name(f".{path.name}.{uuid.uuid4().hex}.{k}") for k in ("part", "old"))
+    try:
+        try:
+            beside.mkdir()
+            for name, data in files.items():
+                write_atomically(beside / name, data)
+            if os.path.lexists(path):
+                os.replace(path, old)
+            try:
+                os.replace(beside, path)
+            except OSError:
+                if os.path.lexists(old):
+                    os.replace(old, path)
+                raise
+            _sync_folder(path.parent)
+        finally:
+            shutil.rmtree(beside, ignore_errors=True)
+            shutil.rmtree(old, ignore_errors=True)
+    except OSError as error:
+        reason = error.strerror or error
+        raise type(error)(f"{path}: cannot be written, {reason}") from error

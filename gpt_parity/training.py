@@ -11,6 +11,7 @@ import numpy as np
 
 from gpt_parity.anomaly import AnomalyError, first_non_finite
 from gpt_parity.backends import backend_of, build_model, load_backend
+from gpt_parity.bpe import BytePairTokenizer
 from gpt_parity.config import GPTConfig, TrainConfig
 from gpt_parity.corpus import CharDataset, CharTokenizer
 from gpt_parity.sampling import sample
@@ -189,12 +190,14 @@ def new_trainer(
 
 
 def stream(
-    model: Any, tokenizer: CharTokenizer, prompt: str, steps: int,
+    model: Any, tokenizer: CharTokenizer | BytePairTokenizer, prompt: str, steps: int,
     temperature: float = 1.0, top_k: int | None = None, seed: int | np.random.RandomState = 0,
 ) -> Iterator[str]:  # fmt: skip
-    """Yield `steps` characters that continue `prompt`, each sampled from the model's logits.
+    """Yield the text of `steps` tokens that continue `prompt`, sampled from the model's logits.
 
-    The model sees the last `context_size` tokens. Each character takes one uniform number of
+    A token is a character, or with a byte-pair tokenizer a piece of text, and is yielded once its
+    characters are whole; ids of the model that such a tokenizer does not have are never drawn.
+    The model sees the last `context_size` tokens. Each token takes one uniform number of
     RandomState(seed), or of the generator given, so that the text depends on the logits and the
     seed alone. Arguments are judged at the call, not at the first character; weights must not
     change before the last one. Raises ValueError for an empty prompt, for characters outside the
@@ -202,11 +205,7 @@ def stream(
     """
     if not prompt:
         raise ValueError("prompt is empty, at least one character is needed")
-    if tokenizer.vocab_size != model.vocab_size:
-        raise ValueError(
-            f"vocabulary has {tokenizer.vocab_size} characters, {model.vocab_size} are needed by "
-            "the model"
-        )
+    tokenizer.check_model(model.vocab_size)
     try:
         ids = tokenizer.encode(prompt)
     except ValueError as error:
@@ -215,20 +214,21 @@ def stream(
     sample(np.zeros(1), temperature, top_k, 0.0)
     uniforms = seed if isinstance(seed, np.random.RandomState) else np.random.RandomState(seed)
 
-    def characters() -> Iterator[str]:
+    def tokens() -> Iterator[int]:
         layers = layers_of(model)
         window, past = ids[-model.context_size :], None  # (T,)
         for _ in range(steps):
             # No `yield` inside the block: what a suspended generator sets, its caller would see.
             with inference(model, layers):
                 logits, past = model.predict_next(window[None], past)  # (1, V)
-            token = sample(logits[0], temperature, top_k, uniforms.random_sample())
+            known = logits[0, : tokenizer.vocab_size]
+            token = sample(known, temperature, top_k, uniforms.random_sample())
             if len(window) == model.context_size:  # from here on, every token moves
                 window, past = window[1:], None
             window = np.append(window, token)
-            yield tokenizer.decode([token])
+            yield token
 
-    return characters()
+    return tokenizer.decode_stream(tokens())
 
 
 def as_array(tensor: Any) -> np.ndarray:

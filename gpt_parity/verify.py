@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import multiprocessing
 import signal
 import threading
@@ -13,7 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from gpt_parity.backends import build_model, load_backend, thread_limit
-from gpt_parity.checkpoint import load_checkpoint
+from gpt_parity.checkpoint import Checkpoint, load_checkpoint
 from gpt_parity.config import GPTConfig, TrainConfig, VerifyConfig
 from gpt_parity.corpus import CharDataset, CharTokenizer, Corpus, read_corpus
 from gpt_parity.oracle.compare import Report, compare_traces
@@ -26,10 +27,12 @@ from gpt_parity.oracle.slips import Sighting, show_slips
 from gpt_parity.oracle.tolerance import Tolerances, model_tolerances
 from gpt_parity.oracle.trace import Trace, trace
 from gpt_parity.schedule import WarmupCosineScheduler
+from gpt_parity.token_dataset import TokenDataset
 from gpt_parity.weights import get_weights, set_weights
 from numpy_impl.memory import keep_freed_memory
 
 BATCH_SIZE = 4
+DRAWN_WINDOWS = 100  # where there is no text: ten for the test part
 
 
 @dataclass(frozen=True)
@@ -111,19 +114,39 @@ def _common_state_float32(setting: Setting) -> Outcome:
 
 def subject_of(config: VerifyConfig) -> Subject:
     """The weights and the text that `config` names; ValueError for those that do not do."""
-    corpus = read_corpus(config.data)
     if config.checkpoint is None:
-        recipe = TrainConfig(model=config.model)
+        recipe, corpus = TrainConfig(model=config.model), read_corpus(config.data)
         dataset = _dataset(corpus, recipe.context_size, None)
         model_config = recipe.model_config(dataset.vocab_size)
         weights = get_weights(build_model("numpy", model_config, config.seed, "float32"))
     else:
         checkpoint = load_checkpoint(config.checkpoint)
         model_config, weights = checkpoint.config, checkpoint.weights
-        dataset = _dataset(corpus, model_config.context_size, checkpoint.tokenizer)
+        corpus, dataset = _text_of(checkpoint, config)
     # Numbers that float32 holds exactly, so that both dtypes start from the same weights.
     shared = {n: w.astype(np.float32).astype(np.float64) for n, w in weights.items()}
     return Subject(model_config, shared, dataset, corpus, config.checkpoint is None)
+
+
+def _text_of(checkpoint: Checkpoint, config: VerifyConfig) -> tuple[Corpus, CharDataset]:
+    """The text for a checkpoint's tokens, or ids that are drawn where its model has no text."""
+    sizes = checkpoint.config
+    if checkpoint.has_text:
+        corpus, tokenizer = read_corpus(config.data), checkpoint.tokenizer
+        if isinstance(tokenizer, CharTokenizer):
+            return corpus, _dataset(corpus, sizes.context_size, tokenizer)
+        try:
+            ids = tokenizer.encode(corpus.text)
+            return corpus, TokenDataset(ids, sizes, BATCH_SIZE)
+        except ValueError as error:
+            raise ValueError(f"{corpus.name}: {error}") from error
+    if config.data is not None:
+        raise ValueError("data is given, but the model of the checkpoint has no text")
+    count = DRAWN_WINDOWS * (sizes.context_size + 1)
+    ids = np.random.RandomState(config.seed).randint(0, sizes.vocab_size, count)
+    digest = hashlib.sha256(ids.astype("<i8").tobytes()).hexdigest()
+    corpus = Corpus("", f"{count:,} ids drawn with seed {config.seed}", digest)
+    return corpus, TokenDataset(ids, sizes, BATCH_SIZE)
 
 
 def _dataset(corpus: Corpus, context_size: int, tokenizer: CharTokenizer | None) -> CharDataset:

@@ -422,7 +422,7 @@ BAD_CONTENT: list[tuple[dict[str, Any], str]] = [
     ({"arrays": lambda a: a.pop("state/steps/output.output.bias")}, "steps: output.output.bias"),
     ({"arrays": lambda a: a.update({"state/steps/output.output.bias": np.array(-1)})},
      "steps: output.output.bias is -1"),
-    ({"manifest": lambda m: m.update(version=3)}, "format version is 3, at most 2 can be read"),
+    ({"manifest": lambda m: m.update(version=4)}, "format version is 4, at most 3 can be read"),
     ({"manifest": lambda m: m.update(version="1")}, "format version is '1'"),
     ({"manifest": lambda m: m.update(format="else")}, "another kind of file"),
     ({"manifest": lambda m: m.pop("vocabulary")}, "vocabulary is None, str is needed"),

@@ -51,7 +51,7 @@ def _compared(v: Verification) -> dict[str, object]:
             f"{model.embedding_size}, {model.blocks} blocks, {model.parameter_count():,} parameters"
         ),
         "weights": "of a checkpoint" if config.checkpoint else f"initial, seed {config.seed}",
-        "text": f"{corpus.name}, {len(corpus.text):,} characters, sha256 {corpus.sha256[:16]}",
+        "text": f"{corpus.name}, {corpus.size}, sha256 {corpus.sha256[:16]}",
         "training": training,
     }
 

@@ -114,7 +114,7 @@ class Verification:
         )
         _line(
             console,
-            f"{absent}{self.corpus.name}: {len(self.corpus.text):,} characters, vocabulary "
+            f"{absent}{self.corpus.name}: {self.corpus.size}, vocabulary "
             f"{self.model.vocab_size}, {self.model.parameter_count():,} parameters, "
             f"sha256 {self.corpus.sha256[:16]}",
         )
