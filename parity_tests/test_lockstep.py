@@ -8,12 +8,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import numpy_impl
 import torch_impl
 from gpt_parity.backends import build_model
 from gpt_parity.checkpoint import Checkpoint
-from gpt_parity.config import GPTConfig, TrainConfig
+from gpt_parity.config import MODELS, GPT2Config, GPTConfig, ModelName, TrainConfig
 from gpt_parity.oracle.hops import hopping_float64, steps_of
 from gpt_parity.oracle.lockstep import (
     QUANTITIES,
@@ -30,9 +31,10 @@ pytestmark = pytest.mark.reference("other backend")
 RUNS = {"float64": free_float64, "float32": common_state_float32}
 
 
-def setting(steps: int, max_norm: float = 1.0) -> Setting:
+def setting(steps: int, max_norm: float = 1.0, model: ModelName = "gpt") -> Setting:
     """A small model on random text, at a rate that makes the weights move."""
-    config = GPTConfig(vocab_size=11, context_size=8, embedding_size=12, blocks=2)
+    sizes = {"vocab_size": 11, "context_size": 8, "embedding_size": 12, "blocks": 2}
+    config = GPTConfig(**sizes) if model == "gpt" else GPT2Config(**sizes, heads=3)
     recipe = TrainConfig(learning_rate=1e-2, min_learning_rate=1e-3, max_norm=max_norm)
     rng = np.random.default_rng(0)
     shape = (3, config.context_size)
@@ -54,8 +56,9 @@ def failed(outcome: Outcome) -> dict[str, set[str]]:
 
 
 @pytest.mark.parametrize("dtype", RUNS)
-def test_fifty_steps_agree_in_everything(dtype: str) -> None:
-    outcome = RUNS[dtype](setting(50))
+@pytest.mark.parametrize("model", MODELS)
+def test_fifty_steps_agree_in_everything(model: ModelName, dtype: str) -> None:
+    outcome = RUNS[dtype](setting(50, model=model))
     assert list(outcome.worst) == (["torch"] if dtype == "float64" else ["numpy", "torch"])
     for who, quantities in outcome.worst.items():
         assert tuple(quantities) == QUANTITIES
@@ -64,7 +67,8 @@ def test_fifty_steps_agree_in_everything(dtype: str) -> None:
         assert quantities["weights"][0].ratio > 0.0
 
 
-def test_the_clip_acts_in_some_steps_and_not_in_others() -> None:
+@pytest.mark.parametrize("model", MODELS)
+def test_the_clip_acts_in_some_steps_and_not_in_others(model: ModelName) -> None:
     """Otherwise the runs above would say little about it."""
     norms = []
     original = numpy_impl.AdamWOptimizer.clip_grad_norm
@@ -75,7 +79,7 @@ def test_the_clip_acts_in_some_steps_and_not_in_others() -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(numpy_impl.AdamWOptimizer, "clip_grad_norm", recorded)
-        common_state_float32(setting(50))
+        common_state_float32(setting(50, model=model))
     assert min(norms) < 1.0 < max(norms)
 
 
@@ -122,10 +126,34 @@ STEP = numpy_impl.AdamWOptimizer.step
 @pytest.mark.parametrize(
     "bug", [wrong_eps, wrong_decay, decayed_biases, no_bias_correction, mixed_moments]
 )
-def test_a_wrong_optimizer_is_seen(dtype: str, bug, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("model", MODELS)
+def test_a_wrong_optimizer_is_seen(
+    model: ModelName, dtype: str, bug, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The mistake is in the NumPy twin, which is reference and candidate: torch must stand out."""
     monkeypatch.setattr(numpy_impl.AdamWOptimizer, "step", bug)
-    assert failed(RUNS[dtype](setting(3)))["torch"]
+    assert failed(RUNS[dtype](setting(3, model=model)))["torch"]
+
+
+@pytest.mark.parametrize("dtype", RUNS)
+@pytest.mark.parametrize("norm", ["transformers.0.attention_norm", "norm"])
+def test_a_norm_with_another_eps_is_seen(
+    norm: str, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """1e-6 in place of 1e-5 in one norm of one twin."""
+    right = torch_impl.GPT2.__init__
+
+    def wrong(self: Any, *args: Any, **options: Any) -> None:
+        right(self, *args, **options)
+        layer = self.get_submodule(norm)
+        monkeypatch.setattr(
+            layer, "forward",
+            lambda x: torch.nn.functional.layer_norm(x, x.shape[-1:], layer.weight, layer.bias,
+                                                     1e-6),
+        )  # fmt: skip
+
+    monkeypatch.setattr(torch_impl.GPT2, "__init__", wrong)
+    assert {"exp_avg", "weights"} <= failed(RUNS[dtype](setting(3, model="gpt2")))["torch"]
 
 
 @pytest.mark.parametrize("dtype", RUNS)
@@ -150,8 +178,11 @@ def test_another_learning_rate_is_seen(dtype: str, monkeypatch: pytest.MonkeyPat
 # --- changes of the backend -----------------------------------------------------------------------
 
 
-def test_five_changes_of_the_backend_stay_within_tolerance_of_the_unbroken_run() -> None:
-    outcome = hopping_float64(setting(steps_of(5)), 5)
+@pytest.mark.parametrize("model", MODELS)
+def test_five_changes_of_the_backend_stay_within_tolerance_of_the_unbroken_run(
+    model: ModelName,
+) -> None:
+    outcome = hopping_float64(setting(steps_of(5), model=model), 5)
     assert outcome.steps == 60 and list(outcome.worst) == ["5 hops"]
     assert tuple(outcome.worst["5 hops"]) == QUANTITIES
     assert outcome.ok

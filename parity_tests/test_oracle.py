@@ -27,17 +27,30 @@ from gpt_parity.weights import get_weights, set_weights
 from numpy_impl import functional as F
 from numpy_impl.tape import observe
 from numpy_impl.tensor import Tensor
-from parity_tests.models import SIZES, ModelCase, build, candidate_trace, fill, reference
+from parity_tests.models import (
+    SIZES,
+    ModelCase,
+    build,
+    candidate_trace,
+    fill,
+    named_case,
+    reference,
+)  # fmt: skip
 
 CASE = ModelCase(SIZES["distinct primes"], "normal", 0.5, 2)
+CASES = {"gpt": CASE, "gpt2": named_case("gpt2", "distinct primes", "normal", 0.5, 2)}
 WEIGHT = "transformers.0.attention.output.weight"
 
 
-@pytest.fixture(scope="module", params=["float64", "float32"])
+@pytest.fixture(
+    scope="module", params=[(m, d) for m in CASES for d in ("float64", "float32")],
+    ids=lambda param: " ".join(param),
+)  # fmt: skip
 def judged(request: pytest.FixtureRequest) -> tuple[Trace, Trace, object, str]:
     """A clean candidate from PyTorch with the reference, tolerances and dtype."""
-    dtype = request.param
-    return candidate_trace("torch", dtype, CASE), *reference(CASE, dtype), dtype
+    model, dtype = request.param
+    case = CASES[model]
+    return candidate_trace("torch", dtype, case), *reference(case, dtype), dtype
 
 
 def with_parameter(t: Trace, name: str, array: np.ndarray) -> Trace:
@@ -165,8 +178,19 @@ def test_a_comparer_with_huge_tolerances_misses_the_slips(judged) -> None:
     assert not any(s.ok for s in show_slips(clean, blind, dtype))
 
 
-def test_slips_leave_the_trace_alone() -> None:
-    candidate = candidate_trace("numpy", "float64", CASE)
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_the_attention_weight_that_slips_is_the_largest_of_the_last_row(case: ModelCase) -> None:
+    candidate = candidate_trace("numpy", "float64", case)
+    slip = list(planted_slips(candidate, "float64"))[-1]
+    before, after = candidate.values[slip.name], slip.trace.values[slip.name]
+    (*at, column) = np.argwhere(before != after)[0]
+    assert (before != after).sum() == 1 and at == [size - 1 for size in before.shape[:-1]]
+    assert before[(*at, column)] == before[tuple(at)].max()
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_slips_leave_the_trace_alone(case: ModelCase) -> None:
+    candidate = candidate_trace("numpy", "float64", case)
     before = {n: g.copy() for n, g in {**candidate.values, **candidate.parameters}.items()}
     list(planted_slips(candidate, "float64"))
     for name, array in {**candidate.values, **candidate.parameters}.items():
@@ -357,12 +381,13 @@ def test_an_operation_without_a_row_is_an_error() -> None:
         row("swish")
 
 
-def test_complex_step_finds_a_wrong_gradient_and_says_whose() -> None:
-    weights, tokens, targets = fill(CASE)
-    clean, tolerances = reference(CASE, "float64")
-    autograd = candidate_trace("torch", "float64", CASE)
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_complex_step_finds_a_wrong_gradient_and_says_whose(case: ModelCase) -> None:
+    weights, tokens, targets = fill(case)
+    clean, tolerances = reference(case, "float64")
+    autograd = candidate_trace("torch", "float64", case)
     wrong = with_parameter(autograd, WEIGHT, autograd.parameters[WEIGHT] * (1.0 + 1e-9))
-    model, loss_fn = build("numpy", "complex128", CASE, weights)
+    model, loss_fn = build("numpy", "complex128", case, weights)
     votes = complex_step_votes(model, loss_fn, tokens, targets, clean, wrong, tolerances)
     bad = [v for v in votes if v.autograd > 1.0]
     assert [v.name for v in bad] == [WEIGHT] and bad[0].closure <= 1.0
@@ -370,14 +395,17 @@ def test_complex_step_finds_a_wrong_gradient_and_says_whose() -> None:
     votes = complex_step_votes(model, loss_fn, tokens, targets, clean, nan, tolerances)
     assert [v.autograd for v in votes if v.name == WEIGHT] == [math.inf]
     longer = with_parameter(autograd, WEIGHT, autograd.parameters[WEIGHT][None])
-    with pytest.raises(ValueError, match=rf"{WEIGHT}: got shape \(1, 7, 7\), needed \(7, 7\)"):
+    with pytest.raises(
+        ValueError, match=rf"{WEIGHT}: got shape \(1, (\d), \1\), needed \(\1, \1\)"
+    ):
         complex_step_votes(model, loss_fn, tokens, targets, clean, longer, tolerances)
 
 
-def test_traces_leave_no_gradients_and_no_hooks() -> None:
-    weights, tokens, targets = fill(CASE)
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_traces_leave_no_gradients_and_no_hooks(case: ModelCase) -> None:
+    weights, tokens, targets = fill(case)
     for backend in ("numpy", "torch"):
-        model, loss_fn = build(backend, "float64", CASE, weights)
+        model, loss_fn = build(backend, "float64", case, weights)
         first, second = (trace(model, loss_fn, tokens, targets) for _ in range(2))
         assert all(p.grad is None for p in model.parameters())
         for name, gradient in first.parameters.items():

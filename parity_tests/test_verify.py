@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +17,7 @@ import torch
 from gpt_parity import cli
 from gpt_parity.backends import build_model
 from gpt_parity.checkpoint import Checkpoint, save_checkpoint
-from gpt_parity.config import GPTConfig, VerifyConfig
+from gpt_parity.config import MODELS, GPT2Config, GPTConfig, ModelName, VerifyConfig
 from gpt_parity.corpus import CharTokenizer
 from gpt_parity.oracle import slips
 from gpt_parity.verify import verify
@@ -37,8 +39,12 @@ def run(text: Path, *flags: str) -> int:
     return cli.main(["verify", "--data", str(text), "--processes", "1", *steps, *flags])
 
 
-def test_everything_is_compared_and_agrees(text: Path, tmp_path: Path, capsys) -> None:
-    assert run(text, "--steps", "2", "--json", str(tmp_path / "v.json")) == 0
+@pytest.mark.parametrize(("model", "entries", "parameters"), [("gpt", 20, 16), ("gpt2", 31, 28)])
+def test_everything_is_compared_and_agrees(
+    model: ModelName, entries: int, parameters: int, text: Path, tmp_path: Path, capsys
+) -> None:
+    flags = ["--steps", "2", "--json", str(tmp_path / "v.json"), "--model", model]
+    assert run(text, *flags) == 0
     out = capsys.readouterr().out
     assert "PASS: numpy_impl and torch_impl agree" in out and out.count("slip seen") == 6
     content = json.loads((tmp_path / "v.json").read_text())
@@ -49,8 +55,10 @@ def test_everything_is_compared_and_agrees(text: Path, tmp_path: Path, capsys) -
     for backend, dtype in (("torch", "float64"), ("numpy", "float32"), ("torch", "float32")):
         kinds = [t["kind"] for t in tensors if (t["backend"], t["dtype"]) == (backend, dtype)]
         counts = {kind: kinds.count(kind) for kind in dict.fromkeys(kinds)}
-        assert counts == {"loss": 1, "forward": 20, "gradient": 20, "parameter gradient": 16}
-    assert len(content["complex_step"]) == 36
+        assert counts == {
+            "loss": 1, "forward": entries, "gradient": entries, "parameter gradient": parameters,
+        }  # fmt: skip
+    assert len(content["complex_step"]) == entries + parameters
     assert {(r["backend"], r["dtype"]) for r in content["lockstep"]} == {
         ("torch", "float64"), ("numpy", "float32"), ("torch", "float32"),
     }  # fmt: skip
@@ -84,12 +92,13 @@ def test_the_table_fits_a_terminal(text: Path, capsys, monkeypatch: pytest.Monke
         assert any(name in line for line in table), name
 
 
+@pytest.mark.parametrize("model", MODELS)
 def test_a_difference_in_meaning_is_laid_at_the_right_door(
-    text: Path, capsys, monkeypatch: pytest.MonkeyPatch
+    model: ModelName, text: Path, capsys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The erf form of GELU in one twin: complex step sides with the other."""
     monkeypatch.setattr(torch.nn.GELU, "forward", lambda self, x: torch.nn.functional.gelu(x))
-    assert run(text) == 1
+    assert run(text, "--model", model) == 1
     out = capsys.readouterr().out
     assert "FAIL: torch float64 first leaves the tolerance at forward transformers.0." in out
     assert "feed_forward.gelu.output" in out and "autograd stands alone" in out
@@ -119,6 +128,43 @@ def test_a_wrong_closure_is_laid_at_the_right_door(
     assert "the closure stands alone" in out
 
 
+def test_a_norm_that_divides_by_one_less_is_laid_at_the_right_door(
+    text: Path, capsys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unbiased variance in one twin's norms: complex step sides with the other."""
+
+    def unbiased(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        variance, mean = torch.var_mean(x, dim=-1, keepdim=True)
+        return (x - mean) / torch.sqrt(variance + 1e-5) * weight + bias
+
+    monkeypatch.setattr(
+        "torch_impl.layers.LayerNorm.forward",
+        lambda self, x: unbiased(x, self.weight, self.bias),
+    )
+    assert run(text, "--model", "gpt2") == 1
+    out = capsys.readouterr().out
+    assert (
+        "FAIL: torch float64 first leaves the tolerance at forward "
+        "transformers.0.attention_norm.output" in out
+    )
+    assert "autograd stands alone" in out
+
+
+def test_heads_that_are_read_in_another_order_are_found_at_the_first_score(
+    text: Path, capsys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """(B, T, H, 3, D) in place of (B, T, 3, H, D): all shapes agree, and so do all sizes."""
+
+    def split(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        qkv = self.input(x).reshape(*x.shape[:2], self.heads, 3, x.shape[2] // self.heads)
+        return tuple(part.transpose(1, 2) for part in qkv.unbind(3))
+
+    monkeypatch.setattr("torch_impl.gpt2.GPT2Attention.split", split)
+    assert run(text, "--model", "gpt2") == 1
+    out = capsys.readouterr().out
+    assert "first leaves the tolerance at forward transformers.0.attention.mask.input" in out
+
+
 @pytest.mark.parametrize("processes", ["1", "2"])
 def test_a_twin_that_gives_nan_differs_and_is_not_unusable(
     processes: str, text: Path, capsys, monkeypatch: pytest.MonkeyPatch
@@ -137,9 +183,14 @@ def test_a_blind_comparer_ends_the_run(text: Path, capsys, monkeypatch: pytest.M
     assert "slip MISSED" in out and "FAIL: the comparer missed a planted slip" in out
 
 
-def test_a_checkpoint_is_verified_with_its_own_sizes(text: Path, tmp_path: Path, capsys) -> None:
+@pytest.mark.parametrize(("kind", "entries"), [
+    (GPTConfig, 12), (functools.partial(GPT2Config, heads=3), 18),
+], ids=MODELS)  # fmt: skip
+def test_a_checkpoint_is_verified_with_its_own_sizes(
+    kind: Callable[..., GPTConfig], entries: int, text: Path, tmp_path: Path
+) -> None:
     tokenizer = CharTokenizer.from_text(TEXT)
-    config = GPTConfig(tokenizer.vocab_size, context_size=8, embedding_size=12, blocks=1)
+    config = kind(tokenizer.vocab_size, context_size=8, embedding_size=12, blocks=1)
     model = build_model("numpy", config, seed=3, dtype="float64")
     for parameter in model.parameters():
         parameter.data *= 3.0
@@ -148,7 +199,7 @@ def test_a_checkpoint_is_verified_with_its_own_sizes(text: Path, tmp_path: Path,
     result = verify(VerifyConfig(data=text, checkpoint=path, steps=2, processes=1))
     assert result.ok and result.model == config
     shared = build_model("torch", config)
-    assert len(result.reports["torch", "float64"].judgements) == 1 + 2 * 12 + len(
+    assert len(result.reports["torch", "float64"].judgements) == 1 + 2 * entries + len(
         list(shared.parameters())
     )
 

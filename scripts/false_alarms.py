@@ -11,6 +11,7 @@ import sys
 from collections import defaultdict
 from dataclasses import astuple, dataclass
 from pathlib import Path
+from typing import Literal
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the reference; candidates set their own
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -21,6 +22,7 @@ from rich.progress import track
 
 from gpt_parity.backends import thread_limit
 from gpt_parity.cli import run_app
+from gpt_parity.config import MODELS, ModelName
 from gpt_parity.files import write_atomically
 from gpt_parity.oracle.compare import compare_traces
 from gpt_parity.oracle.tolerance import SPREAD_FACTOR
@@ -32,6 +34,8 @@ from parity_tests.models import ModelCase, candidate_trace, random_case, referen
 LARGEST_CLEAN = 0.6
 CHUNK = 20  # models drawn from one stream, so that the draws do not depend on the processes
 QUANTILES = (0.5, 0.9, 0.99, 0.999)
+# Of docs/power.md.
+HEADINGS: dict[ModelName, str] = {"gpt": "False alarms", "gpt2": "False alarms, GPT-2"}
 
 
 @dataclass(frozen=True)
@@ -54,13 +58,13 @@ class Judged:
         return f"{self.backend} {self.dtype}"
 
 
-def judge_chunk(stream: tuple[int, int, int]) -> list[Judged]:
+def judge_chunk(stream: tuple[ModelName, int, int, int]) -> list[Judged]:
     """Judge `count` random models, each with torch and with NumPy in another dtype or threads."""
-    seed, chunk, count = stream
+    model, seed, chunk, count = stream
     rng = np.random.default_rng([seed, chunk])
     found = []
     for _ in range(count):
-        case, threads = random_case(rng), int(rng.integers(1, 3))
+        case, threads = random_case(rng, model), int(rng.integers(1, 3))
         for dtype in ("float64", "float32"):
             with thread_limit(1, "torch"):
                 clean, tolerances = reference(case, dtype)
@@ -80,8 +84,8 @@ def judge_chunk(stream: tuple[int, int, int]) -> list[Judged]:
 
 
 def false_alarms(
-    models: int = 300, seed: int = 0, *, processes: int = 2, json_file: Path | None = None,
-    write: bool = False,
+    models: int = 300, seed: int = 0, *, model: Literal["gpt", "gpt2", "both"] = "both",
+    processes: int = 2, json_file: Path | None = None, write: bool = False,
 ) -> int:  # fmt: skip
     """Judge clean random models, on one and two threads, rows included; exit 1 on any alarm.
 
@@ -93,9 +97,11 @@ def false_alarms(
     Parameters
     ----------
     models
-        Number of random models, each judged with every candidate.
+        Number of random models of each kind, each judged with every candidate.
     seed
         Seed of the draws.
+    model
+        The source text's model, GPT-2, or one after the other.
     processes
         Models judged side by side.
     json_file
@@ -105,25 +111,35 @@ def false_alarms(
     """
     require_integer("models", models, 1)
     require_integer("seed", seed, 0)
-    counts = [min(CHUNK, models - start) for start in range(0, models, CHUNK)]
-    streams = [(seed, k, count) for k, count in enumerate(counts)]
-    context = multiprocessing.get_context("spawn")  # PyTorch's threads do not survive a fork
-    with context.Pool(require_integer("processes", processes, 1)) as pool:
-        chunks = pool.imap_unordered(judge_chunk, streams)
-        found = [j for chunk in track(chunks, total=len(streams)) for j in chunk]
-    lines = summary(found, models)
-    print("\n".join(lines))
-    for j in found:
-        if j.worst > LARGEST_CLEAN:
-            name = max(j.ratios, key=lambda key: j.ratios[key])
-            print(f"{j.case} {j.candidate}, {j.threads} threads: {name} {j.worst:.3f}")
+    require_integer("processes", processes, 1)
+    facts, rows, alarm = provenance(), [], False
+    for kind in MODELS if model == "both" else (model,):
+        found = judge_all(kind, models, seed, processes)
+        lines = summary(found, models)
+        print("\n".join([f"{HEADINGS[kind]}:", "", *lines]))
+        for j in found:
+            if j.worst > LARGEST_CLEAN:
+                name = max(j.ratios, key=lambda key: j.ratios[key])
+                print(f"{j.case} {j.candidate}, {j.threads} threads: {name} {j.worst:.3f}")
+                alarm = True
+        rows += [[*astuple(j.case), j.candidate, j.threads, j.complete, j.ratios] for j in found]
+        if write:
+            record(HEADINGS[kind], lines, facts=facts)
     if json_file is not None:
-        rows = [[*astuple(j.case), j.candidate, j.threads, j.complete, j.ratios] for j in found]
-        content = {"judged": rows, "provenance": provenance()}
+        content = {"judged": rows, "provenance": facts}
         write_atomically(json_file, json.dumps(content).encode())
-    if write:
-        record("False alarms", lines)
-    return 1 if any(j.worst > LARGEST_CLEAN for j in found) else 0
+    return 1 if alarm else 0
+
+
+def judge_all(model: ModelName, models: int, seed: int, processes: int) -> list[Judged]:
+    """Judge random models of one kind, side by side."""
+    counts = [min(CHUNK, models - start) for start in range(0, models, CHUNK)]
+    streams = [(model, seed, k, count) for k, count in enumerate(counts)]
+    context = multiprocessing.get_context("spawn")  # PyTorch's threads do not survive a fork
+    with context.Pool(processes) as pool:
+        chunks = pool.imap_unordered(judge_chunk, streams)
+        description = HEADINGS[model]
+        return [j for chunk in track(chunks, description, len(streams)) for j in chunk]
 
 
 def summary(found: list[Judged], models: int) -> list[str]:

@@ -38,6 +38,10 @@ SHORT_SUM = 64
 # Values of one result that agree to this many units share half of their noise (a power of two).
 EQUAL_UNITS = 1024
 
+# Results of less than EQUAL_UNITS u m, or of less than this part of m in coarse formats, are
+# rounding and nothing else; magnitudes that agree to this part tell which of them err alike.
+CANCELLED = 2.0**-10
+
 Arrays = tuple[np.ndarray, ...]
 
 
@@ -387,6 +391,9 @@ class MonteCarloArithmetic(Observer):
     function of the operands, the rows of repeated tokens err alike in a real run, and their errors
     add up instead of averaging out. Two random halves of the rows, and of the columns, have a
     function each, since matrix products sum their last rows and columns in an order of their own.
+    A result that has cancelled to mere rounding tells nothing of its operands, and no two agree;
+    there V is a function of m, which still does: the mean of a constant row is wrong by one number
+    in all columns, and a sum over tied logits by the same in all rows.
     Where m is exactly 0 nothing is rounded and nothing is perturbed, so exact zeros stay.
     """
 
@@ -424,7 +431,9 @@ class MonteCarloArithmetic(Observer):
         amplitude = np.asarray(self.unit.u * m)
         np.add(amplitude, self.unit.eta, out=amplitude, where=m > 0.0)  # u m may underflow
         if operand is None:
-            noise = self._shared_uniform(result)
+            lost = np.abs(result) < min(EQUAL_UNITS * self.unit.u, CANCELLED) * m
+            key = np.where(lost, _leading_digits(m), result) if lost.any() else result
+            noise = self._shared_uniform(key)
         else:
             noise = np.copysign(1.0, result)
             noise *= self._shared_uniform(operand)
@@ -456,6 +465,12 @@ class MonteCarloArithmetic(Observer):
             return self.rng.uniform(-1.0, 1.0, shape)
         start = self.rng.bit_generator.random_raw() % (sample.size - size)
         return sample[start : start + size].reshape(shape)
+
+
+def _leading_digits(m: np.ndarray) -> np.ndarray:
+    """m cut off where CANCELLED parts end."""
+    significand, exponent = np.frexp(m)
+    return np.ldexp(np.floor(significand * (2.0 / CANCELLED)), exponent)
 
 
 @functools.cache

@@ -59,7 +59,8 @@ def planted_slips(trace: Trace, dtype: str) -> Iterator[Slip]:
     )  # fmt: skip
     weights = "transformers.0.attention.softmax.output"
     value = trace.values[weights].copy()
-    value[-1, -1, value[-1, -1].argmax()] *= 1.01
+    rows = value.reshape(-1, value.shape[-1])  # of all heads
+    rows[-1, rows[-1].argmax()] *= 1.01
     yield Slip(
         "the largest attention weight of one position 1 % off", FORWARD, weights,
         replace(trace, values={**trace.values, weights: value}),
