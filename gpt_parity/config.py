@@ -323,10 +323,10 @@ class VerifyConfig:
 
 
 BenchPart = Literal[
-    "step", "forward", "generation", "oracle", "memory", "start", "profile", "recipe", "growth",
-    "suite",
+    "step", "forward", "generation", "cache", "oracle", "memory", "start", "profile", "recipe",
+    "growth", "large", "suite",
 ]  # fmt: skip
-BenchSize = Literal["source", "small", "medium"]
+BenchSize = Literal["source", "small", "medium", "baby", "gpt2"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -337,13 +337,14 @@ class BenchConfig:
     """
 
     parts: Annotated[tuple[BenchPart, ...], Parameter(consume_multiple=True)] = (
-        "step", "forward", "generation", "oracle", "memory", "start",
+        "step", "forward", "generation", "cache", "oracle", "memory", "start",
     )  # fmt: skip
-    """What to measure; recipe, growth and suite take minutes more."""
+    """What to measure; recipe, growth, large and suite take minutes more."""
     sizes: Annotated[tuple[BenchSize, ...], Parameter(consume_multiple=True)] = (
-        "source", "small", "medium",
+        "source", "small", "medium", "baby",
     )  # fmt: skip
-    """Models of step, forward, generation, memory and profile: the text's, and two larger."""
+    """Models of step, forward, generation, memory and profile: the text's, two larger ones, and of
+    GPT-2 baby and gpt2 (124 million parameters: several GB and minutes)."""
     profile: bool = False
     """Also say where the NumPy step spends its time, operation by operation."""
     seconds: float = 20.0
@@ -489,11 +490,13 @@ class ExportConfig:
         return {name: getattr(self, name) for name in HYPERPARAMETERS}
 
 
-# Sizes of the benchmark's models: that of the text, and larger ones.
+# Sizes of the benchmark's models: that of the text and larger ones, then those of GPT-2.
 BENCHMARKS: dict[str, Preset] = {
     "source": Preset(GPTConfig(65, 32, 64, 2), batch_size=4, length=32),
     "small": Preset(GPTConfig(65, 64, 128, 4), batch_size=12, length=64),
     "medium": Preset(GPTConfig(65, 256, 384, 6), batch_size=8, length=256),
+    "baby": Preset(GPT2Config(65, 64, 128, 4, heads=4), batch_size=12, length=64),
+    "gpt2": Preset(GPT2Config(50257, 1024, 768, 12, heads=12), batch_size=1, length=64),
 }
 
 HYPERPARAMETERS = ("learning_rate", "betas", "eps", "weight_decay", "max_norm")

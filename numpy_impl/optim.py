@@ -58,8 +58,11 @@ class AdamWOptimizer:
         if not max_norm > 0.0:
             raise ValueError(f"max_norm: got {max_norm}, needed a positive number")
         self._gather()
+        grad = self.buffer.grad
+        # In one float32 sum over millions, small squares would be lost beside the total.
+        blocks = (grad[start : start + BLOCK] for start in range(0, grad.size, BLOCK))
         with np.errstate(over="ignore"):  # judged in the next line
-            norm = math.sqrt(np.dot(self.buffer.grad, self.buffer.grad))
+            norm = math.sqrt(sum(float(np.dot(block, block)) for block in blocks))
         if error_if_nonfinite and not math.isfinite(norm):
             raise FloatingPointError(f"gradient norm: got {norm}, needed a finite number")
         max_norm = float(max_norm)  # as in `__init__`

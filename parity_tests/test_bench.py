@@ -288,7 +288,7 @@ def test_a_failing_measurement_is_one_line(
 def test_what_cannot_be_written_is_known_before_the_measurement(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(parts, "_python", lambda *arguments: pytest.fail("it measured"))
+    monkeypatch.setattr(parts, "run_python", lambda *arguments: pytest.fail("it measured"))
     page = tmp_path / "page.md"
     page.write_bytes(b"\xff")
     assert main(["bench", "--parts", "start", "--report", str(page)]) == 2
@@ -319,4 +319,5 @@ def test_the_sizes_are_those_of_the_design() -> None:
     found = {n: (p.length, p.model.embedding_size, p.model.blocks, p.batch_size)
              for n, p in BENCHMARKS.items()}  # fmt: skip
     assert found == {"source": (32, 64, 2, 4), "small": (64, 128, 4, 12),
-                     "medium": (256, 384, 6, 8)}  # fmt: skip
+                     "medium": (256, 384, 6, 8), "baby": (64, 128, 4, 12),
+                     "gpt2": (64, 768, 12, 1)}  # fmt: skip

@@ -201,6 +201,16 @@ def test_an_optimizer_made_after_backward_keeps_the_gradients(twin: Twin) -> Non
     np.testing.assert_allclose(optimizer.clip_grad_norm(10.0), math.sqrt(18.0), rtol=1e-15)
 
 
+def test_millions_of_small_gradients_count_beside_large_ones() -> None:
+    """256 of 2**12 and four million of 1: in one float32 sum, 2**24 + 1 is 2**24."""
+    grad = np.ones(2**22, np.float32)
+    grad[:256] = 2.0**12
+    (p,), optimizer = optimizer_of(NUMPY, [np.zeros_like(grad)])
+    p.grad = grad
+    exact = math.sqrt(256 * 2**24 + 2**22 - 256)
+    np.testing.assert_allclose(optimizer.clip_grad_norm(INF), exact, rtol=2.0**-15)
+
+
 def test_replaced_memory_is_noticed() -> None:
     (p,), optimizer = optimizer_of(NUMPY, [np.zeros(2)])
     p.data = np.ones(2)

@@ -8,7 +8,6 @@ the input that the twins make.
 from __future__ import annotations
 
 import hashlib
-import math
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,6 +18,8 @@ import numpy as np
 
 from gpt_parity.backends import build_model, load_backend
 from gpt_parity.bench import floor
+from gpt_parity.bench.common import is_gpt2
+from gpt_parity.bench.unchecked import unchecked_loss
 from gpt_parity.config import Backend, Preset, TrainConfig
 from gpt_parity.training import GPTTrainer, inference, layers_of, new_trainer
 from gpt_parity.weights import get_weights
@@ -46,16 +47,17 @@ def contenders(names: list[str], size: Preset, threads: int | None) -> list[Cont
     """The contenders of these names, all with the same initial weights.
 
     threads: those of the NumPy twin, or None for its own choice. Raises RuntimeError for a floor
-    that is not the one on record, and what the backends raise.
+    that is not the one on record, ValueError for a floor of GPT-2, and what the backends raise.
     """
     return [BUILDERS[name](name, size, threads) for name in names]
 
 
 def trainer_of(backend: Backend, size: Preset, threads: int | None = 1) -> GPTTrainer:
     """A trainer by the recipe of the source text for a model of another size."""
+    heads = {"model": "gpt2", "heads": size.model.heads} if is_gpt2(size) else {}
     config = TrainConfig(
         backend=backend, threads=threads, batch_size=size.batch_size, context_size=size.length,
-        embedding_size=size.model.embedding_size, blocks=size.model.blocks,
+        embedding_size=size.model.embedding_size, blocks=size.model.blocks, **heads,
     )  # fmt: skip
     return new_trainer(config, size.model)
 
@@ -102,31 +104,10 @@ def torch_variant(name: str, size: Preset, threads: int | None) -> Contender:
     """
     load_backend("torch")
     import torch
-    import torch.nn.functional as F
 
     trainer = trainer_of("torch", size)
     model, optimizer = trainer.model, trainer.optimizer
-    future = ~torch.ones(size.length, size.length, dtype=torch.bool).tril()
-
-    def attend(x: Any) -> Any:
-        if name == "torch sdpa":
-            head = x.unsqueeze(1)
-            return F.scaled_dot_product_attention(head, head, head, is_causal=True).squeeze(1)
-        scores = x @ x.mT / math.sqrt(x.shape[-1])
-        return scores.masked_fill(future, size.model.mask_value).softmax(-1) @ x
-
-    def loss_of(tokens: Any, targets: Any) -> Any:
-        embedding = model.embedding
-        x = F.embedding(tokens, embedding.embedding.weight)
-        x = x + embedding.positional_embedding.weight[: tokens.shape[1]]
-        for block in model.transformers:
-            layers = block.attention.output, block.feed_forward.input, block.feed_forward.output
-            a, h, y = ((layer.weight, layer.bias) for layer in layers)
-            x = F.linear(attend(x), *a)
-            x = F.linear(F.gelu(F.linear(x, *h), approximate="tanh"), *y)
-        logits = F.linear(x, model.output.output.weight, model.output.output.bias)
-        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
-
+    loss_of = unchecked_loss(model, size, fused_attention=name == "torch sdpa")
     if name == "torch compiled":
         loss_of = torch.compile(loss_of)
     tensors = torch.from_numpy
@@ -148,10 +129,12 @@ def torch_variant(name: str, size: Preset, threads: int | None) -> Contender:
 
 
 def floor_step(name: str, size: Preset, threads: int | None) -> Contender:
-    """The hand-fused step; its threads are those of the matrix products."""
+    """The hand-fused step of the text's model; its threads are those of the matrix products."""
     found = hashlib.sha256(Path(floor.__file__).read_bytes()).hexdigest()
     if found != FLOOR_SHA256:
         raise RuntimeError(f"floor.py has sha256 {found}, the one on record is {FLOOR_SHA256}")
+    if is_gpt2(size):
+        raise ValueError("floor: got a GPT-2, needed a model of the source text")
     recipe = TrainConfig()
     weights = get_weights(build_model("numpy", size.model, recipe.seed))
     hand = floor.FloorStep(

@@ -2,62 +2,36 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from gpt_parity.bench.common import is_gpt2
+from gpt_parity.bench.gpt2_parts import cache, large
 from gpt_parity.bench.growth import AXES, growth_section
+from gpt_parity.bench.processes import Section, milliseconds, run_python, run_worker
 from gpt_parity.config import BENCHMARKS, BenchConfig
 from gpt_parity.machine import available_cores
+from gpt_parity.model_config import GPT2Config
 
-CHECKOUT = Path(__file__).resolve().parents[2]
 ONE_THREAD = ["numpy", "torch", "torch unchecked", "torch sdpa", "torch compiled", "floor"]
 SEVERAL_THREADS = ["numpy", "torch", "torch on one thread", "torch compiled"]
 STEPS_OF_LEAKS = [100, 1000]
 GENERATED_TOKENS = 200
+STEPS_OF_PROFILE = {"medium": 5, "gpt2": 3}  # of the other sizes 50
 
 
-@dataclass
-class Section:
-    """A table, with sentences below it."""
+def rivals(size: str, threads: int) -> list[str]:
+    """Who can be timed at this size: the floor is written for the text's model alone.
 
-    heading: str
-    header: list[str]
-    rows: list[list[str]] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-
-
-def run_worker(measure: str, cores: int = 1, **arguments: Any) -> Any:
-    """The result of one measurement in a fresh process, whose libraries may use `cores` threads.
-
-    Raises ChildProcessError with the last line of its errors where it fails.
+    At 124 million parameters more than the twins would not fit into memory side by side.
     """
-    module = ["-m", "gpt_parity.bench.worker", measure, json.dumps(arguments)]
-    return json.loads(_python(module, measure, cores).strip().splitlines()[-1])
-
-
-def _python(arguments: list[str], what: str, cores: int = 1, code: int = 0) -> str:
-    """What a Python process prints; ChildProcessError where it does not end with `code`."""
-    result = subprocess.run(
-        [sys.executable, *arguments], capture_output=True, encoding="utf-8", cwd=CHECKOUT,
-        env=_environment(cores),
-    )  # fmt: skip
-    if result.returncode != code:
-        said = (result.stderr.strip() or result.stdout.strip()).splitlines()
-        raise ChildProcessError(f"benchmark of {what}: {(said or ['no reason given'])[-1]}")
-    return result.stdout
-
-
-def _environment(threads: int) -> dict[str, str]:
-    path = os.pathsep.join(filter(None, [str(CHECKOUT), os.environ.get("PYTHONPATH", "")]))
-    return {**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONPATH": path}
+    if size == "gpt2":
+        return ["numpy", "torch"]
+    names = ONE_THREAD if threads == 1 else SEVERAL_THREADS
+    return [name for name in names if name != "floor" or not is_gpt2(BENCHMARKS[size])]
 
 
 def thread_counts() -> list[int]:
@@ -83,7 +57,7 @@ def _passes(config: BenchConfig, which: str, heading: str) -> tuple[Any, Section
     figures: dict[str, Any] = {}
     for size in config.sizes:
         for threads in thread_counts():
-            names = ONE_THREAD if threads == 1 else SEVERAL_THREADS
+            names = rivals(size, threads)
             found = run_worker(
                 "passes", threads, size=size, names=names, threads=1 if threads == 1 else None,
                 seconds=config.seconds, which=which,
@@ -92,8 +66,8 @@ def _passes(config: BenchConfig, which: str, heading: str) -> tuple[Any, Section
             for name in names:
                 t = found[name]
                 section.rows.append([
-                    size, str(threads), name, _ms(t["median"]),
-                    f"{_ms(t['lower'])} to {_ms(t['upper'])}",
+                    size, str(threads), name, milliseconds(t["median"]),
+                    f"{milliseconds(t['lower'])} to {milliseconds(t['upper'])}",
                     f"{_ratio(found, name):.2f}",
                 ])  # fmt: skip
     section.notes += _summary(figures, config.sizes)
@@ -109,26 +83,23 @@ def _summary(figures: dict[str, Any], sizes: tuple[str, ...]) -> list[str]:
     """One line for each rival: NumPy's time over its, by size."""
 
     def line(rival: str, threads: int, names: list[str]) -> str:
+        timed = {size: figures[f"{size}, {threads} threads"] for size in sizes}
         ratios = [
-            f"{size} {max(_ratio(figures[f'{size}, {threads} threads'], n) for n in names):.2f}"
-            for size in sizes
+            f"{size} {max(_ratio(found, n) for n in names if n in found):.2f}"
+            for size, found in timed.items()
+            if not found.keys().isdisjoint(names)
         ]
-        return f"NumPy's time over {rival}: {', '.join(ratios)}."
+        return f"NumPy's time over {rival}: {', '.join(ratios)}." if ratios else ""
 
-    rivals = ("torch", "torch compiled", "floor")
-    lines = [line(f"that of {name}, one thread", 1, [name]) for name in rivals]
+    single = ("torch", "torch compiled", "floor")
+    lines = [line(f"that of {name}, one thread", 1, [name]) for name in single]
     if (cores := available_cores()) > 1:
         faster = ["torch", "torch on one thread"]
         lines += [
             line(f"that of torch on all or on one of {cores} cores, the faster", cores, faster),
             line(f"that of torch compiled on {cores} cores", cores, ["torch compiled"]),
         ]
-    return lines
-
-
-def _ms(seconds: float) -> str:
-    milliseconds = seconds * 1e3
-    return f"{milliseconds:.3f}" if milliseconds < 10 else f"{milliseconds:.1f}"
+    return [line for line in lines if line]
 
 
 def generation(config: BenchConfig) -> tuple[Any, Section]:
@@ -164,7 +135,7 @@ def oracle(config: BenchConfig) -> tuple[Any, Section]:
             str(Path(folder) / name) for name in ("reference.safetensors", "right.npz", "wrong.npz")
         )
         export = ["oracle", "export", "-o", reference, "--overwrite"]
-        _python([*program, *export], "oracle export")
+        run_python([*program, *export], "oracle export")
         for out in (right, wrong):
             run_worker("submission", reference=reference, out=out, mistake=out == wrong)
         commands = {
@@ -177,7 +148,7 @@ def oracle(config: BenchConfig) -> tuple[Any, Section]:
         for _ in range(5):
             for name, arguments in commands.items():
                 start = time.perf_counter()
-                _python([*program, *arguments], name, code=int("wrong" in name))
+                run_python([*program, *arguments], name, code=int("wrong" in name))
                 found[name].append(time.perf_counter() - start)
     figures = {name: sorted(times)[2] for name, times in found.items()}
     section.rows = [[name, f"{seconds:.2f}"] for name, seconds in figures.items()]
@@ -205,7 +176,10 @@ def memory(config: BenchConfig) -> tuple[Any, Section]:
     section.notes += [
         "Must live: weights, gradients, both moments, and what the backward pass of the fused "
         "floor reads: per position and block, x, the context, the attention's result (E each), "
-        "GELU and its derivative (4 E each) and a row of T weights; the last x and V logits.",
+        "GELU and its derivative (4 E each) and a row of T weights; the last x and V logits. "
+        "GPT-2: both normalised x with their deviations, query, key, value and context (E each), "
+        "GELU and its derivative, a row of T weights for each head; the last normalised x and V "
+        "logits.",
         "Source size: " + "; ".join(
             f"after step {found['step']:,} there are {found['tensors']} Tensors and "
             f"{found['resident'] / 1e6:.2f} MB" for found in leaks
@@ -217,9 +191,17 @@ def memory(config: BenchConfig) -> tuple[Any, Section]:
 def bytes_that_must_live(size: str) -> int:
     """Float32 bytes that a step cannot do without; see the note of `memory`."""
     preset = BENCHMARKS[size]
-    model, rows = preset.model, preset.batch_size * preset.length
-    per_row = model.blocks * (11 * model.embedding_size + preset.length)
-    per_row += model.embedding_size + model.vocab_size
+    model, rows, width = (
+        preset.model,
+        preset.batch_size * preset.length,
+        preset.model.embedding_size,
+    )
+    if isinstance(model, GPT2Config):
+        per_row = model.blocks * (14 * width + 2 + model.heads * preset.length)
+        per_row += width + 1 + model.vocab_size
+    else:
+        per_row = model.blocks * (11 * width + preset.length)
+        per_row += width + model.vocab_size
     return 4 * (4 * model.parameter_count() + rows * per_row)
 
 
@@ -235,7 +217,7 @@ def start(config: BenchConfig) -> tuple[Any, Section]:
     for _ in range(5):
         for name, program in programs.items():
             begin = time.perf_counter()
-            _python(["-c", program], name)
+            run_python(["-c", program], name)
             found[name].append(time.perf_counter() - begin)
     figures = {name: sorted(times)[2] for name, times in found.items()}
     section.rows = [[name, f"{seconds:.3f}"] for name, seconds in figures.items()]
@@ -269,7 +251,7 @@ def growth(config: BenchConfig) -> tuple[Any, Section]:
 def suite(config: BenchConfig) -> tuple[Any, Section]:
     """Seconds of the test suite."""
     begin = time.perf_counter()
-    printed = _python(["-m", "pytest", "-q", "-p", "no:cacheprovider"], "the test suite")
+    printed = run_python(["-m", "pytest", "-q", "-p", "no:cacheprovider"], "the test suite")
     seconds = time.perf_counter() - begin
     last = printed.strip().splitlines()[-1].strip("= ")
     return {"seconds": seconds, "result": last}, Section(
@@ -284,12 +266,12 @@ def profile(config: BenchConfig) -> tuple[Any, Section]:
     )
     figures = {}
     for size in config.sizes:
-        found = run_worker("operations", size=size, steps=5 if size == "medium" else 50)
+        found = run_worker("operations", size=size, steps=STEPS_OF_PROFILE.get(size, 50))
         figures[size] = found
         total = sum(each["seconds"] for each in found.values())
         for name, each in sorted(found.items(), key=lambda item: -item[1]["seconds"]):
             section.rows.append([
-                size, name, f"{each['calls']:.0f}", _ms(each["seconds"]),
+                size, name, f"{each['calls']:.0f}", milliseconds(each["seconds"]),
                 f"{each['seconds'] / total:.1%}",
             ])  # fmt: skip
     return figures, section
@@ -299,11 +281,13 @@ PARTS: dict[str, Callable[[BenchConfig], tuple[Any, Section]]] = {
     "step": steps,
     "forward": forward,
     "generation": generation,
+    "cache": cache,
     "oracle": oracle,
     "memory": memory,
     "start": start,
     "profile": profile,
     "recipe": recipe,
     "growth": growth,
+    "large": large,
     "suite": suite,
 }
