@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from typing import Any, Literal
 
 import numpy as np
 
 from gpt_parity.backends import build_model, load_backend
 from gpt_parity.config import GPTConfig
+from gpt_parity.model_config import GPT2Config
 from gpt_parity.oracle.bundle import STEP, Bundle, make_bundle, pass_arrays, step_key
 from gpt_parity.oracle.graph import GRAD, LOSS_KEY
 from gpt_parity.oracle.lockstep import Runner
@@ -52,13 +54,13 @@ def submission(
 
 def random_bundle(
     rng: np.random.Generator, steps: int = 0, *, suitable: Suitable | None = None,
-    confident: bool = False, optimizer: Mapping[str, Any] | None = None,
+    confident: bool = False, optimizer: Mapping[str, Any] | None = None, gpt2: bool = False,
 ) -> Bundle:  # fmt: skip
-    """The reference of a random small model with weights of about order one.
+    """The reference of a random small model, or GPT-2, with weights of about order one.
 
     `suitable` says of sizes, tokens and targets (B, T) whether they will do. `confident` adds an
-    output bias of +-40, so that tokens have a probability of about 1 or of nothing. Raises
-    ValueError where nothing suitable is drawn.
+    output bias of +-40, or makes the last norm of a GPT-2 larger, so that tokens have a probability
+    of about 1 or of nothing. Raises ValueError where nothing suitable is drawn.
     """
     for _ in range(DRAWS):
         length = int(rng.integers(2, 10))
@@ -66,6 +68,8 @@ def random_bundle(
             vocab_size=int(rng.integers(3, 21)), context_size=length + int(rng.integers(0, 4)),
             embedding_size=int(rng.integers(2, 11)), blocks=int(rng.integers(1, 4)),
         )  # fmt: skip
+        if gpt2:
+            config = _with_heads(rng, config)
         batch = int(rng.integers(2, 6))
         tokens, targets = rng.integers(0, config.vocab_size, (2, batch, length))
         if suitable is None or suitable(config, tokens, targets):
@@ -77,7 +81,9 @@ def random_bundle(
         name: (w * scale).astype(np.float32)
         for name, w in order_one(config, int(rng.integers(2**31))).items()
     }
-    if confident:
+    if confident and gpt2:
+        weights["norm.weight"] *= 20.0
+    elif confident:
         # The first target is improbable, some other token is not.
         sides = rng.permutation(np.resize([-1.0, 1.0], config.vocab_size))
         target = targets[0, 0]
@@ -86,3 +92,10 @@ def random_bundle(
     return make_bundle(
         config, weights, tokens, targets, steps=steps, optimizer=optimizer, votes=False
     )
+
+
+def _with_heads(rng: np.random.Generator, config: GPTConfig) -> GPT2Config:
+    """As large a GPT-2. Of two numbers layer norm leaves the signs, without a gradient."""
+    heads = int(rng.integers(1, 5))
+    sizes = asdict(config) | {"embedding_size": heads * int(rng.integers(1 + 2 // heads, 6))}
+    return GPT2Config(**sizes, heads=heads)

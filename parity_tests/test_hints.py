@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpt_parity.oracle import likeness
+from gpt_parity.oracle.gpt2_mistakes import GPT2_HYPOTHESES
 from gpt_parity.oracle.mistakes import HYPOTHESES
 from gpt_parity.oracle.rounding import UNITS, rounded
 from gpt_parity.oracle.step_mistakes import STEP_MISTAKES
@@ -22,7 +23,8 @@ from gpt_parity.oracle.verdict import check_arrays
 from gpt_parity.record import record
 from parity_tests.candidates import random_bundle, submission
 from parity_tests.planted import PlantedBug, planted
-from parity_tests.planted.hint_rows import HINT_ROWS, HintRow, Models, diagnose, low, model
+from parity_tests.planted.gpt2_hint_rows import GPT2_ROWS, HINT_ROWS
+from parity_tests.planted.hint_rows import GPT_ROWS, HintRow, Models, diagnose, low, model
 from parity_tests.planted.table import TORCH, TORCH_GPT, TORCH_LAYERS
 
 MOST_OTHERS = 2  # explanations that cannot be told apart, in small models
@@ -58,10 +60,11 @@ def test_names_of_rows_are_unique() -> None:
     assert len(set(names)) == len(names)
 
 
-def test_every_mistake_has_a_row() -> None:
-    planted = {row.mistake for row in HINT_ROWS}
-    known = {h.description for h in HYPOTHESES} | {description for description, _ in STEP_MISTAKES}
-    assert known <= planted
+def test_every_mistake_has_a_row_for_every_model_that_may_have_it() -> None:
+    steps = {description for description, _ in STEP_MISTAKES}
+    assert {h.text(False) for h in HYPOTHESES} | steps <= {row.mistake for row in GPT_ROWS}
+    of_gpt2 = {h.text(True) for h in (*HYPOTHESES, *GPT2_HYPOTHESES)} | steps
+    assert of_gpt2 <= {row.mistake for row in GPT2_ROWS}
 
 
 def test_every_look_of_a_tensor_has_a_row() -> None:
@@ -85,8 +88,10 @@ def _looks() -> Iterator[str]:
 
 
 def test_every_factor_has_a_row() -> None:
-    bundle = model(Models(None, 0, False, ()), 0)
-    for name, _ in likeness.factors(bundle):
+    of_gpt2 = [name for name, _ in likeness.factors(model(Models(None, 0, False, (), True), 0))]
+    assert {"H", "D", "sqrt(D)"} <= {name.partition(" = ")[0] for name in of_gpt2}
+    of_gpt = [name for name, _ in likeness.factors(model(Models(None, 0, False, ()), 0))]
+    for name in (*of_gpt, *of_gpt2):
         assert any(row.is_given(f"a constant factor: {name}") for row in HINT_ROWS), name
 
 
@@ -100,9 +105,9 @@ def test_both_ways_of_rounding_agree(name: str, dtype: str) -> None:
 
 
 @settings(max_examples=12)  # each draws a reference, and judges eight correct candidates by it
-@given(st.integers(0, 2**31), st.integers(0, 2))
-def test_a_correct_candidate_passes_without_a_hint(seed: int, steps: int) -> None:
-    bundle = random_bundle(np.random.default_rng(seed), steps)
+@given(st.booleans(), st.integers(0, 2**31), st.integers(0, 2))
+def test_a_correct_candidate_passes_without_a_hint(gpt2: bool, seed: int, steps: int) -> None:
+    bundle = random_bundle(np.random.default_rng(seed), steps, gpt2=gpt2)
     for backend in ("numpy", "torch"):
         for dtype in ("float64", "float32"):
             for part in ("all", "parameters"):
@@ -113,9 +118,11 @@ def test_a_correct_candidate_passes_without_a_hint(seed: int, steps: int) -> Non
 
 @pytest.mark.parametrize("part", ["all", "parameters"])
 @pytest.mark.parametrize("seed", range(MODELS))
-def test_an_unknown_mistake_gets_no_hint(part: str, seed: int) -> None:
-    bundle = model(Models(None, 0, False, ()), seed)
-    for key in ("grad/output.output.weight", "grad/transformers.0.feed_forward.input.weight"):
+@pytest.mark.parametrize("gpt2", [False, True])
+def test_an_unknown_mistake_gets_no_hint(part: str, seed: int, gpt2: bool) -> None:
+    bundle = model(Models(None, 0, False, (), gpt2), seed)
+    end = "grad/norm.weight" if gpt2 else "grad/output.output.weight"
+    for key in (end, "grad/transformers.0.feed_forward.input.weight"):
         mine = submission("torch", bundle, "float64", part)
         noise = np.random.default_rng(seed).standard_normal(mine[key].shape)
         mine[key] = mine[key] + 0.3 * np.linalg.norm(mine[key]) * noise / np.linalg.norm(noise)
@@ -145,6 +152,12 @@ UNKNOWN = {
     )
 } | {
     "scores": (f"{TORCH_GPT}:GPTAttention.forward", "math.sqrt(", "1.1 * math.sqrt("),
+    "gpt2-scores": ("torch_impl.gpt2:GPT2Attention.forward", "math.sqrt(", "1.1 * math.sqrt("),
+    "gpt2-sigmoid": (f"{TORCH_LAYERS}:GELU.__init__", 'approximate="tanh")',
+                     FORWARD + "lambda x: x * (1.702 * x).sigmoid()"),
+    # The norm after the sum, as the first transformers had it.
+    "gpt2-post-norm": ("torch_impl.gpt2:GPT2Transformer.forward", "self.attention_norm(x))",
+                       "x)\n    x = self.attention_norm(x)"),
     "smoothing": (f"{TORCH}:cross_entropy", "targets.reshape(-1))",
                   "targets.reshape(-1), label_smoothing=0.1)"),
 }  # fmt: skip
@@ -158,7 +171,7 @@ def test_a_mistake_that_is_not_in_the_table_gets_no_hint(name: str, dtype: str) 
     carrier = "float64" if dtype == "float64" else "float32"
     seen = 0
     for seed in range(6):
-        bundle = model(Models(None, 0, False, ()), seed)
+        bundle = model(Models(None, 0, False, (), name.startswith("gpt2")), seed)
         with planted(bug):
             mine = submission("torch", bundle, carrier, "parameters")
         try:

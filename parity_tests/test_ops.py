@@ -48,6 +48,15 @@ def linear(x: Array, weight: Array, bias: Array, g: Array) -> Any:
     return x @ weight.T + bias, (g @ weight, upstream.T @ rows, upstream.sum(axis=0))
 
 
+def layer_norm(x: Array, weight: Array, bias: Array, g: Array) -> Any:
+    c = x - x.mean(axis=-1, keepdims=True)
+    s = np.sqrt((c * c).mean(axis=-1, keepdims=True) + x.dtype.type(1e-5))
+    z, a, n = c / s, g * weight, x.shape[-1]
+    dx = (a - a.mean(axis=-1, keepdims=True) - z * (a * z).sum(axis=-1, keepdims=True) / n) / s
+    rows, upstream = z.reshape(-1, n), g.reshape(-1, n)
+    return z * weight + bias, (dx, (rows * upstream).sum(axis=0), upstream.sum(axis=0))
+
+
 def embedding(table: Array, ids: Array, g: Array) -> Any:
     dtable = np.zeros_like(table)
     np.add.at(dtable, ids, g)
@@ -162,14 +171,15 @@ def torch_clip_grad_norm(grads: list[Array], max_norm: float) -> Any:
 NUMPY = {
     f.__name__: f
     for f in (
-        matmul, linear, embedding, softmax, tril, gelu, cross_entropy, causal_attention,
-        adamw_step, clip_grad_norm,
+        matmul, linear, layer_norm, embedding, softmax, tril, gelu, cross_entropy,
+        causal_attention, adamw_step, clip_grad_norm,
     )
 }  # fmt: skip
 F = torch.nn.functional
 TORCH = {
     "matmul": with_autograd(torch.matmul, 2),
     "linear": with_autograd(F.linear, 3),
+    "layer_norm": with_autograd(lambda x, w, b: F.layer_norm(x, x.shape[-1:], w, b), 3),
     "embedding": with_autograd(lambda table, ids: F.embedding(ids, table), 1),
     "softmax": with_autograd(lambda x: torch.softmax(x, dim=-1), 1),
     "tril": with_autograd(torch_tril, 1),
@@ -189,6 +199,7 @@ both_dtypes = pytest.mark.parametrize("dtype", DTYPES)
 RESULTS = {
     "matmul": ("output", "da", "db"),
     "linear": ("output", "dx", "dweight", "dbias"),
+    "layer_norm": ("output", "dx", "dweight", "dbias"),
     "embedding": ("output", "dtable"),
     "softmax": ("output", "dx"),
     "tril": ("output", "dx"),
@@ -276,6 +287,25 @@ def first_row_only(x: Array, weight: Array, bias: Array, g: Array) -> Any:
     return y, (dx, np.outer(g.reshape(-1, len(bias))[0], x.reshape(-1, x.shape[-1])[0]), dbias)
 
 
+def eps_outside(x: Array, weight: Array, bias: Array, g: Array) -> Any:
+    c = x - x.mean(axis=-1, keepdims=True)
+    s = np.sqrt((c * c).mean(axis=-1, keepdims=True)) + x.dtype.type(1e-5)
+    return c / s * weight + bias, None
+
+
+def statistics_fixed(x: Array, weight: Array, bias: Array, g: Array) -> Any:
+    y, (_, dweight, dbias) = layer_norm(x, weight, bias, g)
+    s = np.sqrt(x.var(axis=-1, keepdims=True) + x.dtype.type(1e-5))
+    return y, (g * weight / s, dweight, dbias)
+
+
+def unbiased(x: Array, weight: Array, bias: Array, g: Array) -> Any:
+    n = x.shape[-1]
+    c = x - x.mean(axis=-1, keepdims=True)
+    s = np.sqrt((c * c).sum(axis=-1, keepdims=True) / max(n - 1, 1) + x.dtype.type(1e-5))
+    return c / s * weight + bias, None
+
+
 def no_repeats(table: Array, ids: Array, g: Array) -> Any:
     dtable = np.zeros_like(table)
     dtable[ids] += g
@@ -357,6 +387,9 @@ WRONG = (
     ("matmul", lambda a, b, g: (a @ np.abs(b), None), "output", "a (1, 1) normal, b (1, 1) "),
     ("linear", lambda x, w, b, g: (x @ w.T, None), "output", "x (1, 1) normal, weight (1, 1) "),
     ("linear", first_row_only, "dweight", "x (2, 1) normal, weight (1, 1) normal, bias (1,) "),
+    ("layer_norm", eps_outside, "output", "x (2,) normal, weight (2,) normal, bias (2,) normal;"),
+    ("layer_norm", unbiased, "output", "x (2,) normal, weight (2,) normal, bias (2,) normal;"),
+    ("layer_norm", statistics_fixed, "dx", "x (1,) normal, weight (1,) normal, bias (1,) normal;"),
     ("embedding", no_repeats, "dtable", "table (1, 1) normal, ids (2,) random below 1;"),
     ("embedding", lambda table, ids, g: (table[ids - 1], None), "output", "table (2, 1) normal, "),
     ("softmax", no_row_sum, "output", "x (2,) normal;"),
@@ -685,11 +718,13 @@ def test_what_an_operation_of_a_model_raises(bundle: SimpleNamespace) -> None:
     assert caught.value.__notes__ == [
         "gelu in float64 as transformers.0.feed_forward.gelu, with the reference's operands"
     ]
-    needed = "needed some of matmul, linear, embedding, softmax, tril, gelu, cross_entropy"
-    with pytest.raises(ValueError, match=f"^check_ops: got 'layer_norm', {needed}$"):
-        check_ops({"softmax": softmax, "layer_norm": softmax}, bundle)
+    needed = f"needed some of {', '.join(IN_MODELS)}"
+    with pytest.raises(ValueError, match=f"^check_ops: got 'causal_attention', {needed}$"):
+        check_ops({"softmax": softmax, "causal_attention": softmax}, bundle)
     with pytest.raises(ValueError, match=f"^check_ops: got no function, {needed}$"):
         check_ops({}, bundle)
+    with pytest.raises(ValueError, match=r"^check_ops: the model uses no layer_norm$"):
+        check_ops({"layer_norm": layer_norm}, bundle)
 
 
 # --- one line

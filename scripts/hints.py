@@ -21,7 +21,8 @@ from gpt_parity.cli import run_app
 from gpt_parity.record import DOCS, record
 from gpt_parity.schedule import require_integer
 from parity_tests.candidates import Part
-from parity_tests.planted.hint_rows import HINT_ROWS, Diagnosis, HintRow, diagnose
+from parity_tests.planted.gpt2_hint_rows import HINT_ROWS
+from parity_tests.planted.hint_rows import Diagnosis, HintRow, diagnose
 
 NEEDED = 0.9
 SHOWN = 3

@@ -8,6 +8,7 @@ from gpt_parity.config import CheckConfig
 from gpt_parity.html.flow import flow
 from gpt_parity.html.markup import bullets, facts, page, paragraph, section
 from gpt_parity.html.tensors import Tensor, error_maps, tensor_table, tensors
+from gpt_parity.model_config import GPT2Config
 from gpt_parity.oracle.bundle import Bundle
 from gpt_parity.oracle.compare import Report
 from gpt_parity.provenance import portable, provenance
@@ -57,6 +58,7 @@ def _compared(report: Report, mine: Path, config: CheckConfig) -> dict[str, obje
         said["model"] = (
             f"vocabulary {sizes.vocab_size}, context {sizes.context_size}, embedding "
             f"{sizes.embedding_size}, {sizes.blocks} blocks"
+            + (f", {sizes.heads} heads (GPT-2)" if isinstance(sizes, GPT2Config) else "")
         )
         said["batch"] = f"{batch} x {length} tokens" + (
             f", {bundle.steps} optimizer steps" if bundle.steps else ""
@@ -69,7 +71,9 @@ def _compared(report: Report, mine: Path, config: CheckConfig) -> dict[str, obje
 
 def _graph(report: Report, found: list[Tensor]) -> str:
     bundle: Bundle | None = report.bundle
-    return flow("flow", found, bundle.config.blocks) if bundle is not None else ""
+    if bundle is None:
+        return ""
+    return flow("flow", found, bundle.config.blocks, isinstance(bundle.config, GPT2Config))
 
 
 def origin(known: dict) -> dict[str, object]:

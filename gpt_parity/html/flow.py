@@ -12,7 +12,8 @@ from gpt_parity.backends import build_model
 from gpt_parity.config import GPTConfig
 from gpt_parity.html.markup import svg, text
 from gpt_parity.html.tensors import Tensor
-from gpt_parity.oracle.graph import GRAD, VALUE, Graph, Node, graph
+from gpt_parity.model_config import GPT2Config
+from gpt_parity.oracle.graph import GRAD, PROJECTED, VALUE, Graph, Node, graph
 from numpy_impl.loss import GPTLoss
 
 # Up to so many blocks all are drawn, of more the one that matters.
@@ -20,6 +21,8 @@ MOST_BLOCKS = 2
 WIDTH, LANE = 390, 26
 # Heights: of a name, of a line of words, of a parameter, of what stands beside an edge.
 HIGH, WORDS, LOW, LABEL = 12, 14, 30, 14
+# What only moves the elements of heads; the edges say which part of a projection goes where.
+SHAPING = frozenset({"split", "heads", "merge", "join", *PROJECTED})
 BLOCK = re.compile(r"transformers\.([0-9]+)\.")
 
 
@@ -37,7 +40,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Edge:
-    """`label` is what attention takes a result for."""
+    """`label` is what attention takes a result for, or that it skips a branch."""
 
     source: str
     target: str
@@ -87,16 +90,17 @@ class States:
         }[state]  # fmt: skip
 
 
-def structure(blocks: int) -> Graph:
+def structure(blocks: int, gpt2: bool = False) -> Graph:
     """The operations of a model with so many blocks; they do not depend on sizes or weights."""
-    model = build_model("numpy", GPTConfig(2, 2, 2, blocks), dtype="float64")
+    config = GPT2Config(2, 2, 2, blocks, heads=1) if gpt2 else GPTConfig(2, 2, 2, blocks)
+    model = build_model("numpy", config, dtype="float64")
     tokens = np.zeros((1, 2), np.int64)
     return graph(model, GPTLoss(), tokens, tokens)[0]
 
 
-def flow(ident: str, found: Sequence[Tensor], blocks: int) -> str:
-    """The drawing with its caption."""
-    operations = structure(blocks)
+def flow(ident: str, found: Sequence[Tensor], blocks: int, gpt2: bool = False) -> str:
+    """The drawing with its caption, of a GPT-2 with its norms and residuals."""
+    operations = structure(blocks, gpt2)
     states = States(found, operations)
     rows, home = _rows(operations, states, blocks)
     edges = _edges(operations, home)
@@ -129,6 +133,7 @@ def _rows(operations: Graph, states: States, blocks: int) -> tuple[dict[str, Row
     rows: dict[str, Row] = {}
     home: dict[str, str] = {}
     hidden: list[str] = []
+    drawn: set[str] = set()
     for node in operations.nodes:
         if not node.key:
             continue
@@ -146,9 +151,12 @@ def _rows(operations: Graph, states: States, blocks: int) -> tuple[dict[str, Row
             continue
         hidden = []
         gradient = GRAD + node.entry if node.entry else ""
-        parameters = [p for p in node.parents if isinstance(p, str)]
+        names = [p for p in node.parents if isinstance(p, str)]
+        parameters = [p for p in names if p not in drawn]  # a tied weight stands where it is first
+        drawn.update(names)
+        role = _role(operations, node) + (f" by {names[0]}" if names and not parameters else "")
         name = node.entry or node.key
-        rows[name] = Row(name, _role(operations, node), node.key, gradient, parameters)
+        rows[name] = Row(name, role, node.key, gradient, parameters)
         home[node.key] = name
     return rows, home
 
@@ -158,18 +166,21 @@ def _interest(first: str, blocks: int) -> int:
     found = BLOCK.search(first)
     if found:
         return min(int(found[1]), blocks - 1)
-    return blocks - 1 if first.startswith((f"{GRAD}output", f"{VALUE}output", "loss")) else 0
+    ends = ("output", "norm.")
+    late = tuple(kind + name for kind in (GRAD, VALUE) for name in ends)
+    return blocks - 1 if first.startswith((*late, "loss")) else 0
 
 
 def _role(operations: Graph, node: Node) -> str:
-    """The operations that made a result since the last ones that have names."""
-    roles = [node.role]
+    """The operations that made a result since the last ones that have names, but for its shape."""
+    roles = [node.role] if node.role not in SHAPING else []
     stack = list(node.parents)
     while stack:
         parent = stack.pop()
         if isinstance(parent, int) and not operations.nodes[parent].key:
-            roles.insert(0, operations.nodes[parent].role)
-            stack += operations.nodes[parent].parents
+            above = operations.nodes[parent]
+            roles[:0] = [above.role] if above.role not in SHAPING else []
+            stack += above.parents
     return ", ".join(dict.fromkeys(roles))
 
 
@@ -186,6 +197,8 @@ def _edges(operations: Graph, home: Mapping[str, str]) -> list[Edge]:
                 use = "query" if i == 0 else "key"
             elif node.role == "context":
                 use = "weights" if i == 0 else "value"
+            elif node.role == "residual":
+                use = "skip" if i == 0 else ""
             above = operations.nodes[parent]
             if above.key:
                 found.append(Edge(home[above.key], target, use))

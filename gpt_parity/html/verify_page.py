@@ -7,6 +7,7 @@ from gpt_parity.html.curves import curves
 from gpt_parity.html.flow import flow
 from gpt_parity.html.markup import bullets, facts, page, paragraph, section, table
 from gpt_parity.html.tensors import error_maps, tensor_table, tensors
+from gpt_parity.model_config import GPT2Config
 from gpt_parity.oracle.compare import GRADIENT, PARAMETER
 from gpt_parity.oracle.graph import GRAD
 from gpt_parity.oracle.hops import steps_of
@@ -31,7 +32,8 @@ def verify_page(verification: Verification) -> bytes:
         section("lockstep", "Training in lockstep", _worst(v), *(
             curves(f"curve-{i}", outcome) for i, outcome in enumerate(v.lockstep)
         )),
-        section("graph", "On the model's graph", flow("flow", found, v.model.blocks)),
+        section("graph", "On the model's graph",
+                flow("flow", found, v.model.blocks, isinstance(v.model, GPT2Config))),
         section("tensors", "All tensors", tensor_table(found, first, votes)),
         section("maps", "Error maps", error_maps(found, first)),
         section("origin", "Where the figures come from", facts(origin(provenance()))),
@@ -48,7 +50,9 @@ def _compared(v: Verification) -> dict[str, object]:
         "judged": f"{pairs}; each against numpy float64, and gradients by complex step",
         "model": (
             f"vocabulary {model.vocab_size}, context {model.context_size}, embedding "
-            f"{model.embedding_size}, {model.blocks} blocks, {model.parameter_count():,} parameters"
+            f"{model.embedding_size}, {model.blocks} blocks, "
+            + (f"{model.heads} heads (GPT-2), " if isinstance(model, GPT2Config) else "")
+            + f"{model.parameter_count():,} parameters"
         ),
         "weights": "of a checkpoint" if config.checkpoint else f"initial, seed {config.seed}",
         "text": f"{corpus.name}, {corpus.size}, sha256 {corpus.sha256[:16]}",

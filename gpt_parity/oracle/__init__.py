@@ -3,7 +3,8 @@
 - Numbers: `rounding` (the one table), `bounds`, `tolerance`, `compare`, `complex_step`.
 - Models: `trace`, `graph`, `lockstep`, `slips`, `report` (of `gpt-parity verify`).
 - Anybody's results: `subject`, `bundle`, `bundle_files` (the reference), `submission`, `verdict`,
-  `functions`; `case`, `hints`, `likeness`, `mistakes`, `step_mistakes` (what the mistake is).
+  `functions`; `case`, `hints`, `likeness`, `mistakes`, `gpt2_mistakes`,
+  `step_mistakes` (what the mistake is).
 - Single operations: `ops`, `op_checks`, `ops_examples`, `examples`, `model_ops`, `judge`,
   `compare_one`.
 """

@@ -35,8 +35,9 @@ def check(
     weights: NumPy arrays by parameter name, in `dtype` (float32 for the half types); tokens and
     targets (B, T) int64. All are private copies. fn returns (loss, gradients), gradients by
     parameter name, on NumPy, PyTorch or JAX; values and gradients of trace entries may be among
-    them, as `value/<entry>` and `grad/<entry>`. reference: a preset (tiny, source, wide, deep)
-    drawn from `seed`, a bundle, or its file. partial: the gradients of some parameters will do.
+    them, as `value/<entry>` and `grad/<entry>`. reference: a preset (tiny, source, wide, deep,
+    gpt2-tiny, gpt2-baby) drawn from `seed`, a bundle, or its file. partial: the gradients of some
+    parameters will do.
     Raises ValueError for results that cannot be judged, and for gradients that are missing.
     """
     bundle = _reference(reference, seed)

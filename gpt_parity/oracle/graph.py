@@ -16,6 +16,12 @@ from gpt_parity.oracle.trace import Trace, trace
 from numpy_impl.tape import Observer
 
 VALUE, GRAD, LOSS_KEY = "value/", "grad/", "loss"
+# The order in which one projection holds them.
+PROJECTED = ("query", "key", "value")
+# Transpositions with heads, by the operation before.
+HEADS = {"unbind": "heads", "matmul": "merge"}
+
+Found = tuple[str, tuple[int | str | None, ...]]
 
 
 @dataclass(frozen=True)
@@ -46,7 +52,7 @@ class _Recorder(Observer):
 
     def __init__(self, names: dict[int, str]) -> None:
         self.names: dict[int, int | str] = dict(names)
-        self.found: list[tuple[str, tuple[int | str | None, ...]]] = []
+        self.found: list[Found] = []
         self.held: list[Any] = []  # so that no id is used twice
 
     def forward(self, op: str, out: Any, parents: tuple[Any, ...]) -> None:
@@ -144,17 +150,30 @@ def graph(model: Any, loss_fn: Any, tokens: np.ndarray, targets: np.ndarray) -> 
     for number in reversed(range(len(recorder.found))):
         op, parents = recorder.found[number]
         entry = entries.get(number, "")
-        place = entry.rpartition(".")[0] or place
-        nodes.append(Node(number, op, _role(op, parents, recorder.found), parents, entry, place))
+        place = entry.rpartition(".")[0] or entry or place
+        nodes.append(Node(number, op, _role(number, recorder.found), parents, entry, place))
     return Graph(nodes[::-1]), found
 
 
-def _role(op: str, parents: tuple[Any, ...], found: list[tuple[str, Any]]) -> str:
-    """What an operation is for: the two matrix products of attention, the two embeddings."""
+def _role(number: int, found: list[Found]) -> str:
+    """What an operation is for, where one serves for several things.
+
+    The two matrix products of attention, the two embeddings, the sum of both and those of the
+    residual stream; with heads the parts of the projection, and how axes are split and merged.
+    """
+    op, parents = found[number]
+    above = [found[p][0] if isinstance(p, int) else "" for p in parents]
     if op == "matmul":
-        first = parents[0]
-        by_weights = isinstance(first, int) and found[first][0] == "softmax"
-        return "context" if by_weights else "scores"
+        return "context" if above[0] == "softmax" else "scores"
     if op == "embedding":
         return "positions" if "positional" in str(parents[0]) else "tokens"
+    if op == "add" and above != ["embedding", "embedding"]:
+        return "residual"
+    if op == "unbind":
+        earlier = sum(other == op and of == parents for other, of in found[:number])
+        return PROJECTED[earlier % len(PROJECTED)]
+    if op == "reshape":
+        return "join" if above[0] == "transpose" else "split"
+    if op == "transpose" and above[0] in HEADS:
+        return HEADS[above[0]]
     return op

@@ -8,13 +8,16 @@ where they cannot be told apart.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
+from gpt_parity.model_config import GPT2Config
 from gpt_parity.oracle.bundle import pass_arrays
 from gpt_parity.oracle.case import Arrays, Case
+from gpt_parity.oracle.gpt2_mistakes import GPT2_HYPOTHESES
 from gpt_parity.oracle.graph import GRAD, LOSS_KEY, Graph, Node, graph
 from gpt_parity.oracle.likeness import UNNAMED, likenesses
 from gpt_parity.oracle.mistakes import HYPOTHESES, Mistake, Operation
@@ -49,6 +52,7 @@ def hints(case: Case) -> tuple[str, ...]:
     )  # fmt: skip
 
 
+BLOCK = re.compile(r"transformers\.[0-9]+(\.|$)")
 Prediction = tuple[str, str, Arrays]
 
 
@@ -104,7 +108,8 @@ def _pass_predictions(case: Case) -> Iterator[Prediction]:
     suspects = [node for nodes in suspected(case, operations) for node in nodes]
     known = {*case.right, case.first}
     keys = {number: key for key, number in operations.numbers.items() if key in known}
-    for hypothesis in HYPOTHESES:
+    heads = isinstance(bundle.config, GPT2Config)
+    for hypothesis in (*HYPOTHESES, *(GPT2_HYPOTHESES if heads else ())):
         for place, mistakes in _places(hypothesis.mistakes, suspects, operations):
             try:
                 with np.errstate(all="ignore"):
@@ -115,7 +120,7 @@ def _pass_predictions(case: Case) -> Iterator[Prediction]:
             # Refuted, or a mistake that does not fit these sizes.
             except (_RefutedError, ValueError, TypeError, IndexError):
                 continue
-            yield hypothesis.description, place, pass_arrays(found)
+            yield hypothesis.text(heads), place, pass_arrays(found)
 
 
 def suspected(case: Case, operations: Graph) -> tuple[list[Node], list[Node]]:
@@ -135,7 +140,7 @@ def suspected(case: Case, operations: Graph) -> tuple[list[Node], list[Node]]:
 def _places(
     mistakes: Mapping[str, Mistake], suspects: list[Node], operations: Graph
 ) -> Iterator[tuple[str, dict[int, Mistake]]]:
-    """Where a mistake may be: in one place that is suspected, or everywhere.
+    """Where a mistake may be: in one place that is suspected, everywhere, or in all blocks alone.
 
     A mistake in several operations is in all of them that one block has.
     """
@@ -151,3 +156,6 @@ def _places(
             yield f"at {place}", {n.number: mistakes[n.role] for n in nodes}
     if len(groups) > 1:
         yield "everywhere", {n.number: mistakes[n.role] for n in every}
+    inside = [n for n in every if BLOCK.match(n.place)]
+    if len({n.place for n in inside}) > 1 and len(inside) < len(every):
+        yield "in all blocks", {n.number: mistakes[n.role] for n in inside}

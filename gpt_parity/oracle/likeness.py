@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
+from gpt_parity.model_config import GPT2Config
 from gpt_parity.oracle.bundle import STEP, WEIGHT, Bundle
 from gpt_parity.oracle.case import FEW_ELEMENTS, Case
 from gpt_parity.oracle.graph import GRAD
@@ -66,11 +67,15 @@ def factors(bundle: Bundle) -> Iterator[tuple[str, float]]:
         "B*T": batch * length, "B": batch, "T": length, "V": bundle.config.vocab_size,
         "E": bundle.config.embedding_size, "sqrt(E)": math.sqrt(bundle.config.embedding_size),
     }  # fmt: skip
-    for name, n in sizes.items():
+    heads: dict[str, float] = {}
+    if isinstance(bundle.config, GPT2Config):
+        width = bundle.config.embedding_size // bundle.config.heads
+        heads = {"H": bundle.config.heads, "D": width, "sqrt(D)": math.sqrt(width)}
+    for name, n in (sizes | heads).items():
         inverse = f"1/({name})" if "*" in name else f"1/{name}"
         yield f"{name} = {n:.6g}", float(n)
         yield f"{inverse} = {1.0 / n:.6g}", 1.0 / n
-        if n > 1 and name != "sqrt(E)":
+        if n > 1 and name in sizes and name != "sqrt(E)":
             yield f"n/(n-1) with n = {name} = {n:.6g}", n / (n - 1.0)
             yield f"(n-1)/n with n = {name} = {n:.6g}", (n - 1.0) / n
     yield "2 (counted twice: two backward passes, no zero_grad?)", 2.0

@@ -36,21 +36,28 @@ Mistake = Callable[[Operation], tuple[np.ndarray, Vjp]]
 class Hypothesis:
     """One explanation: by role of the operation, what happens there instead.
 
-    More than one role means that all of these operations of one block are concerned.
+    More than one role means that all of these operations of one block are concerned. {d} in the
+    description stands for the width of the queries.
     """
 
     description: str
     mistakes: dict[str, Mistake]
 
+    def text(self, heads: bool) -> str:
+        """The description for a model with heads, D wide, or for one without."""
+        return self.description.replace("{d}", "D" if heads else "E")
+
 
 HYPOTHESES: list[Hypothesis] = []
 
 
-def mistake(role: str, description: str) -> Callable[[Mistake], Mistake]:
+def mistake(
+    role: str, description: str, table: list[Hypothesis] = HYPOTHESES
+) -> Callable[[Mistake], Mistake]:
     """Enter a mistake in operations of this role into the table."""
 
     def entered(function: Mistake) -> Mistake:
-        HYPOTHESES.append(Hypothesis(description, {role: function}))
+        table.append(Hypothesis(description, {role: function}))
         return function
 
     return entered
@@ -144,35 +151,35 @@ def _positions_left_out(op: Operation) -> tuple[np.ndarray, Vjp]:
 # --- Attention: scores, scale, context
 
 
-@mistake("div", "attention: scores are not divided by sqrt(E)")
+@mistake("div", "attention: scores are not divided by sqrt({d})")
 def _scale_forgotten(op: Operation) -> tuple[np.ndarray, Vjp]:
     return np.array(op.data[0]), lambda g: (g, None)
 
 
-@mistake("div", "attention: the vjp of the scores lacks 1/sqrt(E)")
+@mistake("div", "attention: the vjp of the scores lacks 1/sqrt({d})")
 def _scale_forgotten_backward(op: Operation) -> tuple[np.ndarray, Vjp]:
     return op.out, lambda g: (g, None)
 
 
-@mistake("div", "attention: scores are divided by E in place of sqrt(E)")
+@mistake("div", "attention: scores are divided by {d} in place of sqrt({d})")
 def _scale_squared(op: Operation) -> tuple[np.ndarray, Vjp]:
     scale = op.data[1]
     return op.out / scale, lambda g: (g / scale / scale, None)
 
 
-@mistake("div", "attention: scores are divided by sqrt(T) in place of sqrt(E)")
+@mistake("div", "attention: scores are divided by sqrt(T) in place of sqrt({d})")
 def _scale_by_length(op: Operation) -> tuple[np.ndarray, Vjp]:
     scale = math.sqrt(op.out.shape[-1])
     return op.data[0] / scale, lambda g: (g / scale, None)
 
 
-@mistake("div", "attention: scores are multiplied by sqrt(E)")
+@mistake("div", "attention: scores are multiplied by sqrt({d})")
 def _scale_inverted(op: Operation) -> tuple[np.ndarray, Vjp]:
     x, scale = op.data
     return x * scale, lambda g: (g * scale, None)
 
 
-@mistake("div", "attention: the vjp of the scores divides by E in place of sqrt(E)")
+@mistake("div", "attention: the vjp of the scores divides by {d} in place of sqrt({d})")
 def _scale_twice_backward(op: Operation) -> tuple[np.ndarray, Vjp]:
     scale = op.data[1]
     return op.out, lambda g: (g / scale / scale, None)
@@ -203,7 +210,7 @@ def _context_untransposed(op: Operation) -> tuple[np.ndarray, Vjp]:
 PATHS = {"query": ("scores", 0), "key": ("transpose", 0), "value": ("context", 1)}
 
 
-def _without(i: int) -> Mistake:
+def without(i: int) -> Mistake:
     """No gradient for the parent i."""
 
     def dropped(op: Operation) -> tuple[np.ndarray, Vjp]:
@@ -214,9 +221,9 @@ def _without(i: int) -> Mistake:
 
 def _paths() -> Iterator[Hypothesis]:
     for path, (role, i) in PATHS.items():
-        others = {r: _without(k) for name, (r, k) in PATHS.items() if name != path}
+        others = {r: without(k) for name, (r, k) in PATHS.items() if name != path}
         yield Hypothesis(
-            f"attention: the path of x as {path} is missing in its gradient", {role: _without(i)}
+            f"attention: the path of x as {path} is missing in its gradient", {role: without(i)}
         )
         yield Hypothesis(
             f"attention: the gradient of x is that as {path} alone (overwritten, not accumulated)",
@@ -230,37 +237,37 @@ HYPOTHESES.extend(_paths())
 # --- Mask
 
 
-def _masked(op: Operation, keep: np.ndarray, fill: float) -> tuple[np.ndarray, Vjp]:
+def masked(op: Operation, keep: np.ndarray, fill: float) -> tuple[np.ndarray, Vjp]:
     return np.where(keep, op.data[0], fill), lambda g: (np.where(keep, g, 0.0),)
 
 
-def _triangle(op: Operation, diagonal: int) -> np.ndarray:
+def triangle(op: Operation, diagonal: int) -> np.ndarray:
     return np.tri(*op.out.shape[-2:], diagonal, dtype=bool)
 
 
 @mistake("tril", "mask: the upper triangle is kept, not the lower (triu for tril)")
 def _mask_upper(op: Operation) -> tuple[np.ndarray, Vjp]:
-    return _masked(op, _triangle(op, 0).T, op.mask_value)
+    return masked(op, triangle(op, 0).T, op.mask_value)
 
 
 @mistake("tril", "mask: off by one, each position also sees the next (diagonal=1)")
 def _mask_late(op: Operation) -> tuple[np.ndarray, Vjp]:
-    return _masked(op, _triangle(op, 1), op.mask_value)
+    return masked(op, triangle(op, 1), op.mask_value)
 
 
 @mistake("tril", "mask: strict, no position sees itself (diagonal=-1)")
 def _mask_strict(op: Operation) -> tuple[np.ndarray, Vjp]:
-    return _masked(op, _triangle(op, -1), op.mask_value)
+    return masked(op, triangle(op, -1), op.mask_value)
 
 
 @mistake("tril", "mask: filled with 0, so the future keeps a weight")
 def _mask_zero(op: Operation) -> tuple[np.ndarray, Vjp]:
-    return _masked(op, _triangle(op, 0), 0.0)
+    return masked(op, triangle(op, 0), 0.0)
 
 
 @mistake("tril", "mask: filled with -10, so the future keeps a weight")
 def _mask_minus_ten(op: Operation) -> tuple[np.ndarray, Vjp]:
-    return _masked(op, _triangle(op, 0), -10.0)
+    return masked(op, triangle(op, 0), -10.0)
 
 
 @mistake("tril", "mask: not applied")
@@ -271,8 +278,8 @@ def _mask_absent(op: Operation) -> tuple[np.ndarray, Vjp]:
 @mistake("tril", "mask: applied to the first batch element only")
 def _mask_first(op: Operation) -> tuple[np.ndarray, Vjp]:
     keep = np.ones(op.out.shape, bool)
-    keep[0] = _triangle(op, 0)
-    return _masked(op, keep, op.mask_value)
+    keep[0] = triangle(op, 0)
+    return masked(op, keep, op.mask_value)
 
 
 # --- Softmax
@@ -308,12 +315,16 @@ def _softmax_columns(op: Operation) -> tuple[np.ndarray, Vjp]:
     return p, lambda g: (p * (g - (g * p).sum(axis=-1, keepdims=True)),)
 
 
+def softmax_over(op: Operation, axis: int) -> tuple[np.ndarray, Vjp]:
+    x = op.data[0]
+    e = np.exp(x - x.max(axis=axis, keepdims=True))
+    p = e / e.sum(axis=axis, keepdims=True)
+    return p, lambda g: (p * (g - (g * p).sum(axis=axis, keepdims=True)),)
+
+
 @mistake("softmax", "softmax: taken over the wrong axis")
 def _softmax_axis(op: Operation) -> tuple[np.ndarray, Vjp]:
-    x = op.data[0]
-    e = np.exp(x - x.max(axis=-2, keepdims=True))
-    p = e / e.sum(axis=-2, keepdims=True)
-    return p, lambda g: (p * (g - (g * p).sum(axis=-2, keepdims=True)),)
+    return softmax_over(op, -2)
 
 
 # --- GELU
@@ -383,58 +394,64 @@ def _gelu_tanh(op: Operation) -> tuple[np.ndarray, Vjp]:
 # --- Linear
 
 
-def _with_gradient(op: Operation, i: int, gradient: Callable) -> tuple[np.ndarray, Vjp]:
+def _bias(op: Operation) -> np.ndarray | float:
+    """The bias, of the tied output's 0."""
+    return op.data[2] if len(op.data) > 2 else 0.0
+
+
+def with_gradient(op: Operation, i: int, gradient: Callable) -> tuple[np.ndarray, Vjp]:
     """The gradient of the parent i replaced by a function of the cotangent."""
     return op.out, lambda g: tuple(d if k != i else gradient(g) for k, d in enumerate(op.vjp(g)))
 
 
 @mistake("linear", "linear: the bias gradient is the mean over all rows, not the sum")
 def _bias_mean(op: Operation) -> tuple[np.ndarray, Vjp]:
-    return _with_gradient(op, 2, lambda g: g.reshape(-1, g.shape[-1]).mean(axis=0))
+    return with_gradient(op, 2, lambda g: g.reshape(-1, g.shape[-1]).mean(axis=0))
 
 
 @mistake("linear", "linear: the bias gradient is the mean over the batch, not the sum")
 def _bias_batch_mean(op: Operation) -> tuple[np.ndarray, Vjp]:
-    return _with_gradient(op, 2, lambda g: g.reshape(-1, g.shape[-1]).sum(axis=0) / len(g))
+    return with_gradient(op, 2, lambda g: g.reshape(-1, g.shape[-1]).sum(axis=0) / len(g))
 
 
 @mistake("linear", "linear: the bias gradient is that of the first batch element")
 def _bias_first(op: Operation) -> tuple[np.ndarray, Vjp]:
-    return _with_gradient(op, 2, lambda g: g[0].reshape(-1, g.shape[-1]).sum(axis=0))
+    return with_gradient(op, 2, lambda g: g[0].reshape(-1, g.shape[-1]).sum(axis=0))
 
 
 @mistake("linear", "linear: the bias gradient is that of the first token")
 def _bias_first_row(op: Operation) -> tuple[np.ndarray, Vjp]:
-    return _with_gradient(op, 2, lambda g: g.reshape(-1, g.shape[-1])[0])
+    return with_gradient(op, 2, lambda g: g.reshape(-1, g.shape[-1])[0])
 
 
 @mistake("linear", "linear: the weight gradient is that of the first batch element")
 def _weight_first(op: Operation) -> tuple[np.ndarray, Vjp]:
-    return _with_gradient(op, 1, lambda g: g[0].T @ op.data[0][0])
+    return with_gradient(op, 1, lambda g: g[0].T @ op.data[0][0])
 
 
 @mistake("linear", "linear: the bias is not added")
 def _bias_left_out(op: Operation) -> tuple[np.ndarray, Vjp]:
-    return op.out - op.data[2], op.vjp
+    return op.out - _bias(op), op.vjp
 
 
 @mistake("linear", "linear: the memory of the weight, (out, in), is read as (in, out)")
 def _weight_transposed(op: Operation) -> tuple[np.ndarray, Vjp]:
-    x, weight, bias = op.data
+    x, weight = op.data[:2]
     rows = x.reshape(-1, x.shape[-1])
     read = weight.reshape(weight.shape[::-1])  # of a square one the transpose
 
     def vjp(g: np.ndarray) -> Any:
         g2 = g.reshape(-1, g.shape[-1])
-        return (g2 @ read.T).reshape(x.shape), (rows.T @ g2).reshape(weight.shape), g2.sum(axis=0)
+        found = (g2 @ read.T).reshape(x.shape), (rows.T @ g2).reshape(weight.shape)
+        return (*found, g2.sum(axis=0))[: len(op.data)]
 
-    return x @ read + bias, vjp
+    return x @ read + _bias(op), vjp
 
 
 @mistake("linear", "linear: the input's gradient reads the weight, (out, in), as (in, out)")
 def _weight_transposed_backward(op: Operation) -> tuple[np.ndarray, Vjp]:
     weight = op.data[1]
-    return _with_gradient(op, 0, lambda g: g @ weight.reshape(weight.shape[::-1]).T)
+    return with_gradient(op, 0, lambda g: g @ weight.reshape(weight.shape[::-1]).T)
 
 
 # --- Cross-entropy
@@ -508,15 +525,15 @@ def _product(role: str, unit: Unit) -> Mistake:
         return rounded(x, unit)
 
     def linear(op: Operation) -> tuple[np.ndarray, Vjp]:
-        x, weight, bias = op.data
+        x, weight = op.data[:2]
         rows = low(x).reshape(-1, x.shape[-1])
 
         def vjp(g: np.ndarray) -> Any:
             g2 = low(g).reshape(-1, g.shape[-1])
             dx = (g2 @ low(weight)).reshape(x.shape)
-            return dx, g2.T @ rows, g.reshape(g2.shape).sum(axis=0)
+            return (dx, g2.T @ rows, g.reshape(g2.shape).sum(axis=0))[: len(op.data)]
 
-        return low(x) @ low(weight).T + bias, vjp
+        return low(x) @ low(weight).T + _bias(op), vjp
 
     def matmul(op: Operation) -> tuple[np.ndarray, Vjp]:
         a, b = map(low, op.data)

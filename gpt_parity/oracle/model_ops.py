@@ -19,11 +19,14 @@ from gpt_parity.oracle.judge import unit_of
 from gpt_parity.oracle.op_checks import Op
 from gpt_parity.oracle.ops import OPS
 from numpy_impl.gpt import GPTAttention
+from numpy_impl.gpt2 import GPT2, GPT2Attention
 from numpy_impl.layers import Tril
 from numpy_impl.loss import GPTLoss
 from numpy_impl.tape import Observer, observe
 
-IN_MODELS = ("matmul", "linear", "embedding", "softmax", "tril", "gelu", "cross_entropy")
+IN_MODELS = (
+    "matmul", "linear", "layer_norm", "embedding", "softmax", "tril", "gelu", "cross_entropy",
+)  # fmt: skip
 
 
 @dataclass
@@ -41,7 +44,7 @@ class _Recorder(Observer):
     """Notes operands and cotangents, and names each use after the layer that it is the result of.
 
     The two matrix products of attention have no layer of their own: they are its scores and its
-    context, in this order.
+    context, in this order. Nor have the logits of GPT-2: they are the output.
     """
 
     def __init__(self, names: dict[int, str]) -> None:
@@ -62,8 +65,8 @@ class _Recorder(Observer):
             self.uses[id(parents)].cotangent = np.array(upstream)
 
     def layer(self, layer: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        name = self.names.get(id(layer), "loss")
-        if isinstance(layer, GPTAttention):
+        name = "output" if isinstance(layer, GPT2) else self.names.get(id(layer), "loss")
+        if isinstance(layer, GPTAttention | GPT2Attention):
             products = [u for u in self.uses.values() if u.op == "matmul" and not u.name]
             for use, role in zip(products, ("scores", "context"), strict=True):
                 use.name = f"{name} {role}"
@@ -89,13 +92,15 @@ def check_ops(
 ) -> Report:
     """Judge functions of the convention of `oracle.ops` at all of their uses in one pass.
 
-    `functions` maps names of operations (matmul, linear, embedding, softmax, tril, gelu,
-    cross_entropy) to them; `bundle`, or the one at that path, has the `config`, `weights`, `tokens`
-    and `targets` of the pass. Operands and cotangents are those of the float64 reference rounded
-    to `dtype`, and the reference of each use is computed from the rounded ones. The upstream
-    gradient of the loss is 1, and that of saturated places is tiny or 0: trying `ops.<name>.check`
-    first finds more.
-    Raises ValueError for another name or dtype; what a function raises goes through, with a note.
+    `functions` maps names of operations (matmul, linear, layer_norm, embedding, softmax, tril,
+    gelu, cross_entropy) to them; `bundle`, or the one at that path, has the `config`, `weights`,
+    `tokens` and `targets` of the pass. Operands and cotangents are those of the float64 reference
+    rounded to `dtype`, and the reference of each use is computed from the rounded ones. Where a
+    linear map has no bias, as the tied output of GPT-2, it gets one of zeros. The upstream gradient
+    of the loss is 1, and that of saturated places is tiny or 0: trying `ops.<name>.check` first
+    finds more. layer_norm is in no model but GPT-2.
+    Raises ValueError for another name or dtype, and for functions of which the model uses none;
+    what a function raises goes through, with a note.
     """
     unit = unit_of(dtype)
     unknown = [name for name in functions if name not in IN_MODELS]
@@ -110,6 +115,8 @@ def check_ops(
         assert isinstance(op, Op) and use.cotangent is not None
         count = len(op.operands)
         operands = [_rounded(p.data, dtype) for p in use.parents[:count]]
+        if op.name == "linear" and len(operands) < count:
+            operands.append(np.zeros(len(operands[1])))
         rest = [p.data for p in use.parents[count:]] + [_fill(x, dtype) for x in use.rest]
         try:
             judgements += op.judge(
@@ -118,6 +125,8 @@ def check_ops(
         except Exception as error:
             error.add_note(f"{use.op} in {dtype} as {use.name}, with the reference's operands")
             raise
+    if not judgements:
+        raise ValueError(f"check_ops: the model uses no {' and no '.join(functions)}")
     ordered = sorted(judgements, key=lambda j: j.kind != FORWARD)
     wrong = dict.fromkeys(j.name for j in ordered if not j.ok)
     notes = tuple(f"out of tolerance: {name}" for name in wrong)

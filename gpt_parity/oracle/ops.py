@@ -8,6 +8,7 @@ for each operand, as NumPy, PyTorch or JAX arrays of the dtype asked for; None i
 
     matmul(a, b, cotangent)              a (..., m, k), b (..., k, n), the same leading axes
     linear(x, weight, bias, cotangent)   x (..., in), weight (out, in), bias (out,): x W^T + b
+    layer_norm(x, weight, bias, cotangent)   x (..., E), weight and bias (E,), eps 1e-5 in the root
     embedding(table, ids, cotangent)     table (V, E), integer ids (...); gradient of the table
     softmax(x, cotangent)                x (..., V), over the last axis; may hold -inf
     tril(x, value, cotangent)            x (..., m, n), the number `value` where j > i
@@ -33,6 +34,7 @@ from numpy_impl import functional
 
 matmul = Op("matmul", operator.matmul, ("a", "b"))
 linear = Op("linear", functional.linear, ("x", "weight", "bias"))
+layer_norm = Op("layer_norm", functional.layer_norm, ("x", "weight", "bias"))
 embedding = Op("embedding", functional.embedding, ("table",), ("ids",))
 softmax = Op("softmax", functional.softmax, ("x",))
 tril = Op("tril", functional.tril, ("x",), ("value",))
@@ -47,7 +49,7 @@ clip_grad_norm = ClipGradNorm()
 OPS: dict[str, Checked] = {
     op.name: op
     for op in (
-        matmul, linear, embedding, softmax, tril, gelu, cross_entropy, causal_attention,
-        adamw_step, clip_grad_norm,
+        matmul, linear, layer_norm, embedding, softmax, tril, gelu, cross_entropy,
+        causal_attention, adamw_step, clip_grad_norm,
     )
 }  # fmt: skip

@@ -51,6 +51,12 @@ def linear_maps(draw: st.DrawFn) -> Plan:
 
 
 @st.composite
+def normalised(draw: st.DrawFn) -> Plan:
+    shape = draw(shapes(1))
+    return (shape, shape[-1:], shape[-1:]), ()
+
+
+@st.composite
 def lookups(draw: st.DrawFn) -> Plan:
     table = draw(sizes(2))
     return (table,), (draw(ids(draw(leading(1)), table[0], CONTIGUOUS)),)
@@ -109,6 +115,7 @@ def drawn(
 INPUTS: dict[str, st.SearchStrategy[Example]] = {
     "matmul": drawn(matrix_pairs()),
     "linear": drawn(linear_maps()),
+    "layer_norm": drawn(normalised()),
     "embedding": drawn(lookups()),
     "softmax": drawn(shapes(1).map(lambda s: ((s,), ())), 14, (*STRUCTURES, "masked")),
     "tril": drawn(st.tuples(shapes(2, 4).map(lambda s: (s,)), st.tuples(st.sampled_from(FILLS)))),

@@ -45,6 +45,7 @@ class Models:
     steps: int
     confident: bool
     optimizer: tuple[tuple[str, Any], ...]
+    gpt2: bool = False
 
 
 @dataclass(frozen=True)
@@ -52,9 +53,9 @@ class HintRow:
     """One planted mistake and what the oracle must say of it.
 
     `first` is, by part of a submission, a regular expression for the whole key that must be named
-    first; {last} in it is the last block, {input} the layer before that block, {bias} and {weight}
-    those of that layer. `hint` must be found in a printed hint, which `mistake` tells for readers.
-    The rest says which models can show the mistake.
+    first; {last} in it is the last block, {input} the layer before that block (of a GPT-2 the
+    whole block), {bias} and {weight} those of that layer. `hint` must be found in a printed hint,
+    which `mistake` tells for readers. The rest says which models can show the mistake.
     """
 
     bug: PlantedBug
@@ -67,6 +68,7 @@ class HintRow:
     confident: bool = False
     optimizer: Mapping[str, Any] = field(default_factory=dict)
     dtypes: tuple[str, ...] = ("float64", "float32")
+    gpt2: bool = False
 
     @property
     def name(self) -> str:
@@ -74,7 +76,8 @@ class HintRow:
 
     @property
     def models(self) -> Models:
-        return Models(self.suitable, self.steps, self.confident, tuple(self.optimizer.items()))
+        optimizer = tuple(self.optimizer.items())
+        return Models(self.suitable, self.steps, self.confident, optimizer, self.gpt2)
 
     def names(self, part: Part, key: str, blocks: int) -> bool:
         """Whether `key` is what must be named first, in a model of so many blocks."""
@@ -84,6 +87,8 @@ class HintRow:
         for kind in ("bias", "weight"):
             own = f"{before}.{kind}" if last else "embedding.positional_embedding.weight"
             names[kind] = own
+        if self.gpt2 and last:
+            names["input"] = f"transformers.{last - 1}"
         pattern = self.first[part]
         for name, text in names.items():
             pattern = pattern.replace(f"{{{name}}}", re.escape(text))
@@ -98,7 +103,7 @@ def model(models: Models, seed: int) -> Bundle:
     """The reference of one random model."""
     return random_bundle(
         np.random.default_rng(seed), models.steps, suitable=models.suitable,
-        confident=models.confident, optimizer=dict(models.optimizer),
+        confident=models.confident, optimizer=dict(models.optimizer), gpt2=models.gpt2,
     )  # fmt: skip
 
 
@@ -186,13 +191,13 @@ LAST = "transformers.{last}."
 OUTPUT_BIAS = "grad/output.output.bias"
 
 
-def _forward(entry: str) -> dict[Part, str]:
+def forward(entry: str) -> dict[Part, str]:
     """A value; of the rest the loss, or what comes next where the loss is the same to rounding."""
     next_after = r"loss|grad/output\.output\.(bias|weight)"
     return {"all": re.escape(VALUE + entry), "parameters": next_after}
 
 
-def _backward(entry: str, parameter: str) -> dict[Part, str]:
+def backward(entry: str, parameter: str) -> dict[Part, str]:
     """The gradient of an entry, and the first gradient of a parameter that comes after it."""
     return {
         "all": "grad/" + entry.replace(".", r"\."),
@@ -200,26 +205,26 @@ def _backward(entry: str, parameter: str) -> dict[Part, str]:
     }
 
 
-def _parameter(name: str) -> dict[Part, str]:
+def parameter(name: str) -> dict[Part, str]:
     return {part: re.escape(f"grad/{name}") for part in ("all", "parameters")}
 
 
-def _step(quantity: str, number: int = 1) -> dict[Part, str]:
+def step(quantity: str, number: int = 1) -> dict[Part, str]:
     key = f"step/{number}/{quantity}"
     return {"all": key, "steps": key}
 
 
-INPUT = _backward("{input}.output", "{bias}")
-SCORES = _backward(LAST + "attention.mask.input", "{bias}")
-MASKED = _backward(LAST + "attention.mask.output", "{bias}")
-GELU = _backward(LAST + "feed_forward.input.output", LAST + "feed_forward.input.bias")
-LINEAR_INPUT = _backward(LAST + "feed_forward.output.output", LAST + "feed_forward.output.bias")
+INPUT = backward("{input}.output", "{bias}")
+SCORES = backward(LAST + "attention.mask.input", "{bias}")
+MASKED = backward(LAST + "attention.mask.output", "{bias}")
+GELU = backward(LAST + "feed_forward.input.output", LAST + "feed_forward.input.bias")
+LINEAR_INPUT = backward(LAST + "feed_forward.output.output", LAST + "feed_forward.output.bias")
 TOKENS, POSITIONS = (
     "embedding.embedding.weight", "embedding.positional_embedding.weight",
 )  # fmt: skip
 
 
-def _row(
+def plant(
     name: str, hint: str, first: Mapping[Part, str], place: str = "", old: str = "", new: str = "",
     backend: str = "", **models: Any,
 ) -> HintRow:  # fmt: skip
@@ -237,11 +242,12 @@ TORCH_ATTENTION = """\
     return self.output(weights @ x)"""
 NUMPY_LINEAR = """\
     y = x2 @ w.T  # (N, out)
-    y += bias.data
+    if bias is not None:
+        y += bias.data
 
-    def gradient_fn(grad: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def gradient_fn(grad: np.ndarray) -> tuple[np.ndarray, ...]:
         g2 = grad.reshape(-1, grad.shape[-1])
-        return (g2 @ w).reshape(shape), g2.T @ x2, g2.sum(axis=0)
+        dx, dw = (g2 @ w).reshape(shape), g2.T @ x2
 """
 NUMPY_TABLE = "        dtable = np.zeros_like(table.data)\n"
 NUMPY_MATMUL = """\
@@ -258,11 +264,12 @@ LOW_LINEAR = """\
 
     w2 = short(w)
     y = short(x2) @ w2.T  # (N, out)
-    y += bias.data
+    if bias is not None:
+        y += bias.data
 
-    def gradient_fn(grad: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def gradient_fn(grad: np.ndarray) -> tuple[np.ndarray, ...]:
         g2 = grad.reshape(-1, grad.shape[-1])
-        return (short(g2) @ w2).reshape(shape), short(g2).T @ short(x2), g2.sum(axis=0)
+        dx, dw = (short(g2) @ w2).reshape(shape), short(g2).T @ short(x2)
 """
 LOW_MATMUL = """\
     def short(x: np.ndarray) -> np.ndarray:
@@ -278,193 +285,194 @@ LOW_MATMUL = """\
 
 # fmt: off
 EMBEDDING_ROWS = (
-    _row("embedding-last-only",
-         "embedding: of each token only the last occurrence counts (= in place of +=)",
-         _parameter(TOKENS), suitable=_repeated),
-    _row("embedding-first-only", "embedding: of each token only the first occurrence counts",
-         _parameter(TOKENS), suitable=_repeated),
-    _row("embedding-mean",
-         "embedding: the mean over a token's occurrences in place of their sum",
-         _parameter(TOKENS), suitable=_repeated),
-    _row("hint-rows-before",
-         "embedding: ids are counted from 1, so each token takes the row before",
-         _forward("embedding.embedding.output"), f"{TORCH_GPT}:GPTEmbedding.forward",
-         "self.embedding(tokens)", "self.embedding((tokens - 1) % len(self.embedding.weight))"),
-    _row("hint-rows-after", "embedding: each token takes the row after its own",
-         _forward("embedding.embedding.output"), f"{TORCH_GPT}:GPTEmbedding.forward",
-         "self.embedding(tokens)", "self.embedding((tokens + 1) % len(self.embedding.weight))"),
-    _row("embedding-positions-zero", "positions: every position is the first",
-         _forward("embedding.positional_embedding.output")),
-    _row("hint-positions-late",
-         "positions: counted from 1, not from 0 (shifted by one along T)",
-         _forward("embedding.positional_embedding.output"), f"{TORCH_GPT}:GPTEmbedding.forward",
-         "np.arange(tokens.shape[-1])",
-         "np.arange(1, tokens.shape[-1] + 1) % len(self.positional_embedding.weight)"),
-    _row("hint-positions-early",
-         "positions: shifted by one along T, the first takes the last row",
-         _forward("embedding.positional_embedding.output"), f"{TORCH_GPT}:GPTEmbedding.forward",
-         "np.arange(tokens.shape[-1])",
-         "(np.arange(tokens.shape[-1]) - 1) % len(self.positional_embedding.weight)"),
-    _row("engine-unbroadcast-missing",
-         "embedding: the gradient of positions is that of the first batch element",
-         _backward("embedding.positional_embedding.output", POSITIONS)),
-    _row("engine-unbroadcast-mean",
-         "embedding: the gradient of positions is the mean over the batch, not the sum",
-         _backward("embedding.positional_embedding.output", POSITIONS)),
-    _row("hint-positions-left-out", "embedding: positions are not added",
-         _forward("embedding.output"), f"{TORCH_GPT}:GPTEmbedding.forward",
-         "+ self.positional_embedding(positions)", "+ 0.0 * self.positional_embedding(positions)"),
+    plant("embedding-last-only",
+          "embedding: of each token only the last occurrence counts (= in place of +=)",
+          parameter(TOKENS), suitable=_repeated),
+    plant("embedding-first-only", "embedding: of each token only the first occurrence counts",
+          parameter(TOKENS), suitable=_repeated),
+    plant("embedding-mean",
+          "embedding: the mean over a token's occurrences in place of their sum",
+          parameter(TOKENS), suitable=_repeated),
+    plant("hint-rows-before",
+          "embedding: ids are counted from 1, so each token takes the row before",
+          forward("embedding.embedding.output"), f"{TORCH_GPT}:GPTEmbedding.forward",
+          "self.embedding(tokens)", "self.embedding((tokens - 1) % len(self.embedding.weight))"),
+    plant("hint-rows-after", "embedding: each token takes the row after its own",
+          forward("embedding.embedding.output"), f"{TORCH_GPT}:GPTEmbedding.forward",
+          "self.embedding(tokens)", "self.embedding((tokens + 1) % len(self.embedding.weight))"),
+    plant("embedding-positions-zero", "positions: every position is the first",
+          forward("embedding.positional_embedding.output")),
+    plant("hint-positions-late",
+          "positions: counted from 1, not from 0 (shifted by one along T)",
+          forward("embedding.positional_embedding.output"), f"{TORCH_GPT}:GPTEmbedding.forward",
+          "np.arange(tokens.shape[-1])",
+          "np.arange(1, tokens.shape[-1] + 1) % len(self.positional_embedding.weight)"),
+    plant("hint-positions-early",
+          "positions: shifted by one along T, the first takes the last row",
+          forward("embedding.positional_embedding.output"), f"{TORCH_GPT}:GPTEmbedding.forward",
+          "np.arange(tokens.shape[-1])",
+          "(np.arange(tokens.shape[-1]) - 1) % len(self.positional_embedding.weight)"),
+    plant("engine-unbroadcast-missing",
+          "embedding: the gradient of positions is that of the first batch element",
+          backward("embedding.positional_embedding.output", POSITIONS)),
+    plant("engine-unbroadcast-mean",
+          "embedding: the gradient of positions is the mean over the batch, not the sum",
+          backward("embedding.positional_embedding.output", POSITIONS)),
+    plant("hint-positions-left-out", "embedding: positions are not added",
+          forward("embedding.output"), f"{TORCH_GPT}:GPTEmbedding.forward",
+          "+ self.positional_embedding(positions)", "+ 0.0 * self.positional_embedding(positions)"),
 )
 ATTENTION_ROWS = (
-    _row("hint-scale-forgotten", "attention: scores are not divided by sqrt(E)",
-         _forward(BLOCK + "attention.mask.input"), f"{TORCH_GPT}:GPTAttention.forward",
-         " / math.sqrt(x.shape[-1])", ""),
-    _row("attention-scale-backward", "attention: the vjp of the scores lacks 1/sqrt(E)", INPUT),
-    _row("attention-scale-root", "attention: scores are divided by E in place of sqrt(E)",
-         _forward(BLOCK + "attention.mask.input")),
-    _row("hint-scale-by-length", "attention: scores are divided by sqrt(T) in place of sqrt(E)",
-         _forward(BLOCK + "attention.mask.input"), f"{TORCH_GPT}:GPTAttention.forward",
-         "math.sqrt(x.shape[-1])", "math.sqrt(x.shape[-2])", suitable=_length_differs),
-    _row("hint-scale-inverted", "attention: scores are multiplied by sqrt(E)",
-         _forward(BLOCK + "attention.mask.input"), f"{TORCH_GPT}:GPTAttention.forward",
-         "/ math.sqrt(x.shape[-1])", "* math.sqrt(x.shape[-1])"),
-    _row("hint-scale-twice-backward",
-         "attention: the vjp of the scores divides by E in place of sqrt(E)", INPUT,
-         f"{TENSOR}.__truediv__", "da = grad / b.data", "da = grad / b.data / b.data"),
-    _row("hint-key-reshaped", "attention: the key is reshaped, not transposed",
-         _forward(BLOCK + "attention.mask.input"), f"{TORCH_GPT}:GPTAttention.forward",
-         "x.transpose(-2, -1)", "x.reshape(len(x), x.shape[2], x.shape[1])"),
-    _row("engine-transpose-reshape",
-         "attention: the gradient of the key is reshaped, not transposed", INPUT),
-    _row("hint-scores-untransposed",
-         "attention: the gradient of the key uses the scores' gradient untransposed", INPUT,
-         f"{TENSOR}.__matmul__", "(grad.swapaxes(-1, -2) @ a.data)",
-         '((grad if b.op == "transpose" else grad.swapaxes(-1, -2)) @ a.data)'),
-    _row("hint-context-untransposed",
-         "attention: the gradient of the value uses the weights untransposed", INPUT,
-         f"{TENSOR}.__matmul__", "(grad.swapaxes(-1, -2) @ a.data)",
-         '(grad.swapaxes(-1, -2) @ (a.data if b.op == "transpose" else a.data.swapaxes(-1, -2)))'),
-    _row("hint-query-detached", "attention: the path of x as query is missing in its gradient",
-         INPUT, f"{TORCH_GPT}:GPTAttention.forward",
-         "x @ x.transpose(-2, -1)", "x.detach() @ x.transpose(-2, -1)"),
+    plant("hint-scale-forgotten", "attention: scores are not divided by sqrt(E)",
+          forward(BLOCK + "attention.mask.input"), f"{TORCH_GPT}:GPTAttention.forward",
+          " / math.sqrt(x.shape[-1])", ""),
+    plant("attention-scale-backward", "attention: the vjp of the scores lacks 1/sqrt(E)", INPUT),
+    plant("attention-scale-root", "attention: scores are divided by E in place of sqrt(E)",
+          forward(BLOCK + "attention.mask.input")),
+    plant("hint-scale-by-length", "attention: scores are divided by sqrt(T) in place of sqrt(E)",
+          forward(BLOCK + "attention.mask.input"), f"{TORCH_GPT}:GPTAttention.forward",
+          "math.sqrt(x.shape[-1])", "math.sqrt(x.shape[-2])", suitable=_length_differs),
+    plant("hint-scale-inverted", "attention: scores are multiplied by sqrt(E)",
+          forward(BLOCK + "attention.mask.input"), f"{TORCH_GPT}:GPTAttention.forward",
+          "/ math.sqrt(x.shape[-1])", "* math.sqrt(x.shape[-1])"),
+    plant("hint-scale-twice-backward",
+          "attention: the vjp of the scores divides by E in place of sqrt(E)", INPUT,
+          f"{TENSOR}.__truediv__", "da = grad / b.data", "da = grad / b.data / b.data"),
+    plant("hint-key-reshaped", "attention: the key is reshaped, not transposed",
+          forward(BLOCK + "attention.mask.input"), f"{TORCH_GPT}:GPTAttention.forward",
+          "x.transpose(-2, -1)", "x.reshape(len(x), x.shape[2], x.shape[1])"),
+    plant("engine-transpose-reshape",
+          "attention: the gradient of the key is reshaped, not transposed", INPUT),
+    plant("hint-scores-untransposed",
+          "attention: the gradient of the key uses the scores' gradient untransposed", INPUT,
+          f"{TENSOR}.__matmul__", "(grad.swapaxes(-1, -2) @ a.data)",
+          '((grad if b.op == "transpose" else grad.swapaxes(-1, -2)) @ a.data)'),
+    plant("hint-context-untransposed",
+          "attention: the gradient of the value uses the weights untransposed", INPUT,
+          f"{TENSOR}.__matmul__", "(grad.swapaxes(-1, -2) @ a.data)",
+          '(grad.swapaxes(-1, -2) @ (a.data if b.op == "transpose" else a.data.swapaxes(-1, -2)))'),
+    plant("hint-query-detached", "attention: the path of x as query is missing in its gradient",
+          INPUT, f"{TORCH_GPT}:GPTAttention.forward",
+          "x @ x.transpose(-2, -1)", "x.detach() @ x.transpose(-2, -1)"),
     # Over all keys this path sums to 0, since softmax does not mind a shift: a bias is right.
-    _row("attention-keys-detached", "attention: the path of x as key is missing in its gradient",
-         _backward("{input}.output", "{weight}")),
-    _row("hint-value-detached", "attention: the path of x as value is missing in its gradient",
-         INPUT, f"{TORCH_GPT}:GPTAttention.forward", "weights @ x", "weights @ x.detach()"),
-    _row("hint-query-alone",
-         "attention: the gradient of x is that as query alone (overwritten, not accumulated)",
-         INPUT, f"{TORCH_GPT}:GPTAttention.forward", TORCH_ATTENTION,
-         TORCH_ATTENTION.replace("x.transpose", "x.detach().transpose")
-         .replace("weights @ x", "weights @ x.detach()")),
+    plant("attention-keys-detached", "attention: the path of x as key is missing in its gradient",
+          backward("{input}.output", "{weight}")),
+    plant("hint-value-detached", "attention: the path of x as value is missing in its gradient",
+          INPUT, f"{TORCH_GPT}:GPTAttention.forward", "weights @ x", "weights @ x.detach()"),
+    plant("hint-query-alone",
+          "attention: the gradient of x is that as query alone (overwritten, not accumulated)",
+          INPUT, f"{TORCH_GPT}:GPTAttention.forward", TORCH_ATTENTION,
+          TORCH_ATTENTION.replace("x.transpose", "x.detach().transpose")
+          .replace("weights @ x", "weights @ x.detach()")),
     # What reaches x last stays: the path through the transpose.
-    _row("engine-overwrite",
-         "attention: the gradient of x is that as key alone (overwritten, not accumulated)", INPUT),
-    _row("hint-value-alone",
-         "attention: the gradient of x is that as value alone (overwritten, not accumulated)",
-         INPUT, f"{TENSOR}.__matmul__", "da = grad @",
-         'if b.op == "transpose":\n            return None, None\n        da = grad @'),
+    plant("engine-overwrite",
+          "attention: the gradient of x is that as key alone (overwritten, not accumulated)",
+          INPUT),
+    plant("hint-value-alone",
+          "attention: the gradient of x is that as value alone (overwritten, not accumulated)",
+          INPUT, f"{TENSOR}.__matmul__", "da = grad @",
+          'if b.op == "transpose":\n            return None, None\n        da = grad @'),
 )
 MASK_ROWS = (
-    _row("hint-mask-upper", "mask: the upper triangle is kept, not the lower (triu for tril)",
-         _forward(BLOCK + "attention.mask.output"), f"{TORCH}:tril",
-         "_triangle(*x.shape[-2:])", "torch.triu(torch.ones(x.shape[-2:], dtype=torch.bool))"),
-    _row("hint-mask-late", "mask: off by one, each position also sees the next (diagonal=1)",
-         _forward(BLOCK + "attention.mask.output"), f"{TORCH}:tril",
-         "_triangle(*x.shape[-2:])",
-         "torch.tril(torch.ones(x.shape[-2:], dtype=torch.bool), diagonal=1)"),
-    _row("mask-one-too-few", "mask: strict, no position sees itself (diagonal=-1)",
-         _forward(BLOCK + "attention.mask.output")),
-    _row("mask-fill-zero", "mask: filled with 0, so the future keeps a weight",
-         _forward(BLOCK + "attention.mask.output")),
-    _row("mask-fill-weak", "mask: filled with -10, so the future keeps a weight",
-         _forward(BLOCK + "attention.mask.output")),
-    _row("hint-mask-absent", "mask: not applied",
-         _forward(BLOCK + "attention.mask.output"), f"{TORCH}:tril",
-         "_select(x, _triangle(*x.shape[-2:]), value)", "1.0 * x"),
-    _row("mask-first-row-of-batch", "mask: applied to the first batch element only",
-         _forward(BLOCK + "attention.mask.output")),
+    plant("hint-mask-upper", "mask: the upper triangle is kept, not the lower (triu for tril)",
+          forward(BLOCK + "attention.mask.output"), f"{TORCH}:tril",
+          "_triangle(*x.shape[-2:])", "torch.triu(torch.ones(x.shape[-2:], dtype=torch.bool))"),
+    plant("hint-mask-late", "mask: off by one, each position also sees the next (diagonal=1)",
+          forward(BLOCK + "attention.mask.output"), f"{TORCH}:tril",
+          "_triangle(*x.shape[-2:])",
+          "torch.tril(torch.ones(x.shape[-2:], dtype=torch.bool), diagonal=1)"),
+    plant("mask-one-too-few", "mask: strict, no position sees itself (diagonal=-1)",
+          forward(BLOCK + "attention.mask.output")),
+    plant("mask-fill-zero", "mask: filled with 0, so the future keeps a weight",
+          forward(BLOCK + "attention.mask.output")),
+    plant("mask-fill-weak", "mask: filled with -10, so the future keeps a weight",
+          forward(BLOCK + "attention.mask.output")),
+    plant("hint-mask-absent", "mask: not applied",
+          forward(BLOCK + "attention.mask.output"), f"{TORCH}:tril",
+          "_select(x, _triangle(*x.shape[-2:]), value)", "1.0 * x"),
+    plant("mask-first-row-of-batch", "mask: applied to the first batch element only",
+          forward(BLOCK + "attention.mask.output")),
 )
 SOFTMAX_ROWS = (
-    _row("hint-softmax-without-sum", "softmax: the vjp lacks the sum over the row", MASKED,
-         f"{NUMPY}:softmax", "np.subtract(grad, dx.sum(axis=-1, keepdims=True), out=dx)",
-         "dx[...] = grad"),
-    _row("softmax-gradient-axis", "softmax: the vjp sums over the wrong axis", MASKED),
-    _row("hint-softmax-unweighted", "softmax: the vjp sums g and not g p over the row", MASKED,
-         f"{NUMPY}:softmax", "dx.sum(", "grad.sum("),
-    _row("softmax-diagonal",
-         "softmax: the vjp has the diagonal of the Jacobian alone, p (1 - p) g", MASKED),
-    _row("softmax-sum-axis", "softmax: columns are normalised, not rows",
-         _forward(BLOCK + "attention.softmax.output")),
-    _row("softmax-dim-one", "softmax: taken over the wrong axis",
-         _forward(BLOCK + "attention.softmax.output")),
+    plant("hint-softmax-without-sum", "softmax: the vjp lacks the sum over the row", MASKED,
+          f"{NUMPY}:softmax", "np.subtract(grad, dx.sum(axis=-1, keepdims=True), out=dx)",
+          "dx[...] = grad"),
+    plant("softmax-gradient-axis", "softmax: the vjp sums over the wrong axis", MASKED),
+    plant("hint-softmax-unweighted", "softmax: the vjp sums g and not g p over the row", MASKED,
+          f"{NUMPY}:softmax", "dx.sum(", "grad.sum("),
+    plant("softmax-diagonal",
+          "softmax: the vjp has the diagonal of the Jacobian alone, p (1 - p) g", MASKED),
+    plant("softmax-sum-axis", "softmax: columns are normalised, not rows",
+          forward(BLOCK + "attention.softmax.output")),
+    plant("softmax-dim-one", "softmax: taken over the wrong axis",
+          forward(BLOCK + "attention.softmax.output")),
 )
 GELU_ROWS = (
-    _row("gelu-erf", "gelu: the erf form in place of the tanh form",
-         _forward(BLOCK + "feed_forward.gelu.output")),
-    _row("hint-gelu-erf-backward", "gelu: the derivative is that of the erf form", GELU,
-         f"{NUMPY}:gelu", "return (grad * dy.reshape(x.shape),)",
-         "c = np.clip(x.data, -GELU_SATURATED, GELU_SATURATED)\n"
-         "        return (grad * (0.5 * (1.0 + np.vectorize(math.erf)(c / math.sqrt(2.0))) + "
-         "c * np.exp(-0.5 * c * c) / math.sqrt(2.0 * math.pi)).astype(c.dtype),)"),
-    _row("hint-gelu-without-cubic", "gelu: the derivative lacks the cubic term", GELU,
-         f"{NUMPY}:_gelu", "c2 *= 6.0", "c2 *= 0.0"),
-    _row("gelu-factor-three", "gelu: the derivative of the cubic term lacks its factor 3", GELU),
-    _row("hint-gelu-linear", "gelu: the cubic term is missing",
-         _forward(BLOCK + "feed_forward.gelu.output"),
-         f"{NUMPY}:_gelu", "c2 = c * c", "c2 = 0.0 * c"),
-    _row("gelu-product-rule", "gelu: the derivative lacks the term with 1 - tanh^2", GELU),
+    plant("gelu-erf", "gelu: the erf form in place of the tanh form",
+          forward(BLOCK + "feed_forward.gelu.output")),
+    plant("hint-gelu-erf-backward", "gelu: the derivative is that of the erf form", GELU,
+          f"{NUMPY}:gelu", "return (grad * dy.reshape(x.shape),)",
+          "c = np.clip(x.data, -GELU_SATURATED, GELU_SATURATED)\n"
+          "        return (grad * (0.5 * (1.0 + np.vectorize(math.erf)(c / math.sqrt(2.0))) + "
+          "c * np.exp(-0.5 * c * c) / math.sqrt(2.0 * math.pi)).astype(c.dtype),)"),
+    plant("hint-gelu-without-cubic", "gelu: the derivative lacks the cubic term", GELU,
+          f"{NUMPY}:_gelu", "c2 *= 6.0", "c2 *= 0.0"),
+    plant("gelu-factor-three", "gelu: the derivative of the cubic term lacks its factor 3", GELU),
+    plant("hint-gelu-linear", "gelu: the cubic term is missing",
+          forward(BLOCK + "feed_forward.gelu.output"),
+          f"{NUMPY}:_gelu", "c2 = c * c", "c2 = 0.0 * c"),
+    plant("gelu-product-rule", "gelu: the derivative lacks the term with 1 - tanh^2", GELU),
     # The twin bounds x, since it may; with this mistake the bound would matter.
-    _row("hint-gelu-tanh", "gelu: the derivative of tanh is 1 - tanh, not 1 - tanh^2", GELU,
-         f"{NUMPY}:_gelu", "dy *= phi",
-         "dy[...] = z * SQRT_2_OVER_PI * (1.0 + 3.0 * GELU_CUBIC * z**2)"),
+    plant("hint-gelu-tanh", "gelu: the derivative of tanh is 1 - tanh, not 1 - tanh^2", GELU,
+          f"{NUMPY}:_gelu", "dy *= phi",
+          "dy[...] = z * SQRT_2_OVER_PI * (1.0 + 3.0 * GELU_CUBIC * z**2)"),
 )
 LINEAR_ROWS = (
-    _row("linear-bias-mean", "linear: the bias gradient is the mean over all rows, not the sum",
-         _parameter("output.output.bias")),
-    _row("hint-bias-batch-mean",
-         "linear: the bias gradient is the mean over the batch, not the sum",
-         _parameter("output.output.bias"), f"{NUMPY}:linear",
-         "g2.sum(axis=0)", "grad.mean(axis=0).sum(axis=0)"),
-    _row("hint-bias-first", "linear: the bias gradient is that of the first batch element",
-         _parameter("output.output.bias"), f"{NUMPY}:linear", "g2.sum(axis=0)",
-         "grad[0].sum(axis=0)"),
-    _row("linear-bias-first-row", "linear: the bias gradient is that of the first token",
-         _parameter("output.output.bias")),
-    _row("hint-weight-first", "linear: the weight gradient is that of the first batch element",
-         _parameter("output.output.weight"), f"{NUMPY}:linear", "g2.T @ x2",
-         "grad[0].T @ x.data[0]"),
-    _row("linear-bias-missing", "linear: the bias is not added",
-         _forward(BLOCK + "attention.output.output")),
-    _row("hint-weight-read-as-in-out",
-         "linear: the memory of the weight, (out, in), is read as (in, out)",
-         _forward(BLOCK + "attention.output.output"), TORCH_LINEAR,
-         "self.weight, ", "self.weight.reshape(self.weight.shape[::-1]).T, "),
-    _row("linear-input-gradient-reshaped",
-         "linear: the input's gradient reads the weight, (out, in), as (in, out)", LINEAR_INPUT),
+    plant("linear-bias-mean", "linear: the bias gradient is the mean over all rows, not the sum",
+          parameter("output.output.bias")),
+    plant("hint-bias-batch-mean",
+          "linear: the bias gradient is the mean over the batch, not the sum",
+          parameter("output.output.bias"), f"{NUMPY}:linear",
+          "g2.sum(axis=0)", "grad.mean(axis=0).sum(axis=0)"),
+    plant("hint-bias-first", "linear: the bias gradient is that of the first batch element",
+          parameter("output.output.bias"), f"{NUMPY}:linear", "g2.sum(axis=0)",
+          "grad[0].sum(axis=0)"),
+    plant("linear-bias-first-row", "linear: the bias gradient is that of the first token",
+          parameter("output.output.bias")),
+    plant("hint-weight-first", "linear: the weight gradient is that of the first batch element",
+          parameter("output.output.weight"), f"{NUMPY}:linear", "g2.T @ x2",
+          "grad[0].T @ x.data[0]"),
+    plant("linear-bias-missing", "linear: the bias is not added",
+          forward(BLOCK + "attention.output.output")),
+    plant("hint-weight-read-as-in-out",
+          "linear: the memory of the weight, (out, in), is read as (in, out)",
+          forward(BLOCK + "attention.output.output"), TORCH_LINEAR,
+          "self.weight, ", "self.weight.reshape(self.weight.shape[::-1]).T, "),
+    plant("linear-input-gradient-reshaped",
+          "linear: the input's gradient reads the weight, (out, in), as (in, out)", LINEAR_INPUT),
 )
 LOSS_ROWS = (
-    _row("hint-loss-sum", "loss: the sum over all tokens, not the mean",
-         {"all": "loss", "parameters": "loss"}, f"{TORCH}:cross_entropy",
-         "targets.reshape(-1))", 'targets.reshape(-1), reduction="sum")'),
-    _row("hint-loss-by-batch", "loss: divided by B, not by B*T",
-         {"all": "loss", "parameters": "loss"}, f"{TORCH}:cross_entropy",
-         "targets.reshape(-1))", 'targets.reshape(-1), reduction="sum") / len(logits)'),
-    _row("hint-loss-sum-backward", "loss: the gradient lacks 1/(B*T)",
-         _backward("output.output.output", "output.output.bias"), f"{NUMPY}:cross_entropy",
-         "grad / len(x)", "grad"),
-    _row("loss-minus-one", "loss: the gradient lacks the minus one at the target",
-         _backward("output.output.output", "output.output.bias")),
-    _row("hint-targets-early",
-         "loss: targets are shifted by one along T (each one place too early)",
-         {"all": "loss", "parameters": "loss"}, f"{TORCH}:cross_entropy",
-         "targets.reshape(-1))", "targets.roll(-1, dims=-1).reshape(-1))", suitable=_targets_move),
-    _row("hint-targets-late",
-         "loss: targets are shifted by one along T (each one place too late)",
-         {"all": "loss", "parameters": "loss"}, f"{TORCH}:cross_entropy",
-         "targets.reshape(-1))", "targets.roll(1, dims=-1).reshape(-1))", suitable=_targets_move),
-    _row("loss-clipped", "loss: probabilities are clipped at 1e-10 (another loss, same gradient)",
-         {"all": "loss", "parameters": "loss"}, confident=True),
+    plant("hint-loss-sum", "loss: the sum over all tokens, not the mean",
+          {"all": "loss", "parameters": "loss"}, f"{TORCH}:cross_entropy",
+          "targets.reshape(-1))", 'targets.reshape(-1), reduction="sum")'),
+    plant("hint-loss-by-batch", "loss: divided by B, not by B*T",
+          {"all": "loss", "parameters": "loss"}, f"{TORCH}:cross_entropy",
+          "targets.reshape(-1))", 'targets.reshape(-1), reduction="sum") / len(logits)'),
+    plant("hint-loss-sum-backward", "loss: the gradient lacks 1/(B*T)",
+          backward("output.output.output", "output.output.bias"), f"{NUMPY}:cross_entropy",
+          "grad / len(x)", "grad"),
+    plant("loss-minus-one", "loss: the gradient lacks the minus one at the target",
+          backward("output.output.output", "output.output.bias")),
+    plant("hint-targets-early",
+          "loss: targets are shifted by one along T (each one place too early)",
+          {"all": "loss", "parameters": "loss"}, f"{TORCH}:cross_entropy",
+          "targets.reshape(-1))", "targets.roll(-1, dims=-1).reshape(-1))", suitable=_targets_move),
+    plant("hint-targets-late",
+          "loss: targets are shifted by one along T (each one place too late)",
+          {"all": "loss", "parameters": "loss"}, f"{TORCH}:cross_entropy",
+          "targets.reshape(-1))", "targets.roll(1, dims=-1).reshape(-1))", suitable=_targets_move),
+    plant("loss-clipped", "loss: probabilities are clipped at 1e-10 (another loss, same gradient)",
+          {"all": "loss", "parameters": "loss"}, confident=True),
 )
 
 
@@ -472,16 +480,18 @@ def _low_precision(name: str) -> tuple[HintRow, ...]:
     """Products of linear maps, scores and contexts whose operands are rounded to a format."""
     short = f'{LOW}(x, "{name}")'
     return (
-        _row(f"hint-linear-{name}", f"linear: operands of the matrix product are rounded to {name}",
-             _forward(BLOCK + "attention.output.output"), f"{NUMPY}:linear", NUMPY_LINEAR,
-             LOW_LINEAR.replace("SHORT", short)),
-        _row(f"hint-scores-{name}", f"scores: operands of the matrix product are rounded to {name}",
-             _forward(BLOCK + "attention.mask.input"), f"{TENSOR}.__matmul__", NUMPY_MATMUL,
-             LOW_MATMUL.replace("SHORT", f'{short} if b.op == "transpose" else x')),
-        _row(f"hint-context-{name}",
-             f"context: operands of the matrix product are rounded to {name}",
-             _forward(BLOCK + "attention.output.input"), f"{TENSOR}.__matmul__", NUMPY_MATMUL,
-             LOW_MATMUL.replace("SHORT", f'x if b.op == "transpose" else {short}')),
+        plant(f"hint-linear-{name}",
+              f"linear: operands of the matrix product are rounded to {name}",
+              forward(BLOCK + "attention.output.output"), f"{NUMPY}:linear", NUMPY_LINEAR,
+              LOW_LINEAR.replace("SHORT", short)),
+        plant(f"hint-scores-{name}",
+              f"scores: operands of the matrix product are rounded to {name}",
+              forward(BLOCK + "attention.mask.input"), f"{TENSOR}.__matmul__", NUMPY_MATMUL,
+              LOW_MATMUL.replace("SHORT", f'{short} if b.op == "transpose" else x')),
+        plant(f"hint-context-{name}",
+              f"context: operands of the matrix product are rounded to {name}",
+              forward(BLOCK + "attention.output.input"), f"{TENSOR}.__matmul__", NUMPY_MATMUL,
+              LOW_MATMUL.replace("SHORT", f'x if b.op == "transpose" else {short}')),
     )
 
 
@@ -500,25 +510,25 @@ def _step_row(
     name: str, hint: str, first: Mapping[Part, str], place: str = "", old: str = "", new: str = "",
     backend: str = "", **models: Any,
 ) -> HintRow:  # fmt: skip
-    return _row(name, hint, first, place, old, new, backend, steps=STEPS, **models)
+    return plant(name, hint, first, place, old, new, backend, steps=STEPS, **models)
 
 
 STEP_ROWS = (
     _step_row("adamw-l2-of-adam", "AdamW: decay is added to the gradient (L2), not taken from the "
-              "weight", _step(MOMENT)),
+              "weight", step(MOMENT)),
     _step_row("hint-adamw-l2-on-biases",
               "AdamW: decay is added to the gradient (L2), of biases too",
-              _step(MOMENT), f"{TORCH_ADAMW}.__init__", ADAMW,
+              step(MOMENT), f"{TORCH_ADAMW}.__init__", ADAMW,
               ADAMW.replace("AdamW", "Adam").replace("groups", "self.parameters")),
     _step_row("hint-adamw-decay-on-biases", "AdamW: biases decay too",
-              _step(r"weight/transformers\.0\.attention\.output\.bias"),
+              step(r"weight/transformers\.0\.attention\.output\.bias"),
               f"{TORCH_ADAMW}.__init__", ADAMW, ADAMW.replace("groups", "self.parameters")),
-    _step_row("adamw-no-decay", "AdamW: nothing decays", _step(WEIGHT)),
+    _step_row("adamw-no-decay", "AdamW: nothing decays", step(WEIGHT)),
     _step_row("adamw-decay-without-rate", "AdamW: decay is not multiplied by the learning rate",
-              _step(WEIGHT)),
-    _step_row("adamw-eps-inside-root", "AdamW: eps is added inside the root", _step(WEIGHT)),
+              step(WEIGHT)),
+    _step_row("adamw-eps-inside-root", "AdamW: eps is added inside the root", step(WEIGHT)),
     _step_row("hint-adamw-no-correction",
-              "AdamW: the moments are not corrected for their start at 0", _step(WEIGHT),
+              "AdamW: the moments are not corrected for their start at 0", step(WEIGHT),
               f"{NUMPY_ADAMW}.step",
               """\
         update *= 1.0 / math.sqrt(1.0 - beta2**t)
@@ -530,27 +540,27 @@ STEP_ROWS = (
         np.divide(m, update, out=update)
         update *= self.lr
 """),
-    _step_row("clip-per-tensor", "clip: each tensor is clipped by its own norm", _step(MOMENT),
+    _step_row("clip-per-tensor", "clip: each tensor is clipped by its own norm", step(MOMENT),
               optimizer={"max_norm": 0.1}),
-    _step_row("clip-never", "clip: gradients are not clipped", _step(MOMENT),
+    _step_row("clip-never", "clip: gradients are not clipped", step(MOMENT),
               optimizer={"max_norm": 0.1}),
-    _step_row("clip-always", "clip: short gradients are stretched to max_norm too", _step(MOMENT),
+    _step_row("clip-always", "clip: short gradients are stretched to max_norm too", step(MOMENT),
               optimizer={"max_norm": 1e4}),
-    _step_row("hint-rate-doubled", "the update is 2 times that of the reference", _step(WEIGHT),
+    _step_row("hint-rate-doubled", "the update is 2 times that of the reference", step(WEIGHT),
               f"{NUMPY_ADAMW}.step", "beta1, beta2 = self.betas",
               "beta1, beta2, self.lr = *self.betas, 2e-3"),
-    _step_row("hint-no-update", "no update: the weight is that before the step", _step(WEIGHT),
+    _step_row("hint-no-update", "no update: the weight is that before the step", step(WEIGHT),
               f"{NUMPY_ADAMW}.step", "w, g = self.buffer.data[rows],",
               "w, g = self.buffer.data[rows].copy(),"),
     _step_row("hint-stale", "stale: the gradient is that of the previous step",
-              _step("grad_norm", 2), f"{LAYERS}:Parameter.stage",
+              step("grad_norm", 2), f"{LAYERS}:Parameter.stage",
               "self.grad_view[...] = grad",
               'self.grad_view[...] = self.attributes.get("before", grad)\n'
               '    self.attributes["before"] = grad.copy()'),
     _step_row("training-zero-grad-missing",
               "accumulated: the gradients of earlier steps are still there (no zero_grad)",
-              _step("grad_norm", 2)),
-    _step_row("hint-doubled", "doubled: every gradient counts twice", _step("grad_norm"),
+              step("grad_norm", 2)),
+    _step_row("hint-doubled", "doubled: every gradient counts twice", step("grad_norm"),
               f"{TRAINING}:GPTTrainer._backward", "loss.backward()",
               "loss.backward(retain_graph=True)\n    loss.backward()", backend="torch"),
 )
@@ -558,33 +568,33 @@ STEP_ROWS = (
 # --- What a tensor looks like by itself
 
 
-def _factor(name: str) -> str:
+def factor_hint(name: str) -> str:
     """A hint that names a factor, perhaps among others of the same size."""
     return re.escape("a constant factor: ") + "(.*, or )?" + re.escape(name) + "( |$)"
 
 
-def _factor_row(name: str, factor: str, first: Mapping[Part, str], *change: str) -> HintRow:
-    return replace(_row(name, f"a factor of {factor}", first, *change), hint=_factor(factor))
+def factor_row(name: str, factor: str, first: Mapping[Part, str], *change: str) -> HintRow:
+    return replace(plant(name, f"a factor of {factor}", first, *change), hint=factor_hint(factor))
 
 
 def _loss_factor(name: str, factor: str, code: str) -> HintRow:
     """The gradient of the logits times a factor, `code` in the source of cross_entropy."""
-    return _factor_row(
-        f"hint-factor-{name}", factor, _backward("output.output.output", "output.output.bias"),
+    return factor_row(
+        f"hint-factor-{name}", factor, backward("output.output.output", "output.output.bias"),
         f"{NUMPY}:cross_entropy", "grad / len(x)", f"grad / len(x) {code}",
     )
 
 
 def _scores_factor(name: str, factor: str, new: str) -> HintRow:
     """Scores times a factor, in PyTorch."""
-    return _factor_row(
-        f"hint-factor-{name}", factor, _forward(BLOCK + "attention.mask.input"),
+    return factor_row(
+        f"hint-factor-{name}", factor, forward(BLOCK + "attention.mask.input"),
         f"{TORCH_GPT}:GPTAttention.forward", "/ math.sqrt(x.shape[-1])", new,
     )
 
 
 # The loss alone says little of scores, so the tensor itself must be there.
-def _seen(row: HintRow) -> HintRow:
+def entries_only(row: HintRow) -> HintRow:
     return replace(row, first={"all": row.first["all"]})
 
 
@@ -606,21 +616,21 @@ FACTOR_ROWS = (
     _loss_factor("inverse-v", "1/V", "/ vocab_size"),
     _loss_factor("bessel-v", "n/(n-1) with n = V", "* vocab_size / (vocab_size - 1)"),
     _loss_factor("bessel-v-inverted", "(n-1)/n with n = V", "/ vocab_size * (vocab_size - 1)"),
-    _seen(_scores_factor("e", "E", "* math.sqrt(x.shape[-1])")),
-    _seen(_scores_factor("inverse-e", "1/E", "/ x.shape[-1] ** 1.5")),
-    _seen(_scores_factor("bessel-e", "n/(n-1) with n = E",
+    entries_only(_scores_factor("e", "E", "* math.sqrt(x.shape[-1])")),
+    entries_only(_scores_factor("inverse-e", "1/E", "/ x.shape[-1] ** 1.5")),
+    entries_only(_scores_factor("bessel-e", "n/(n-1) with n = E",
                          "* math.sqrt(x.shape[-1]) / (x.shape[-1] - 1)")),
-    _seen(_scores_factor("bessel-e-inverted", "(n-1)/n with n = E",
+    entries_only(_scores_factor("bessel-e-inverted", "(n-1)/n with n = E",
                          "* (x.shape[-1] - 1) / x.shape[-1] ** 1.5")),
-    _seen(_scores_factor("root", "sqrt(E)", "")),
-    _seen(_scores_factor("inverse-root", "1/sqrt(E)", "/ x.shape[-1]")),
+    entries_only(_scores_factor("root", "sqrt(E)", "")),
+    entries_only(_scores_factor("inverse-root", "1/sqrt(E)", "/ x.shape[-1]")),
     _loss_factor("two", "2 (counted twice: two backward passes, no zero_grad?)", "* 2.0"),
     _loss_factor("half", "1/2", "/ 2.0"),
     _loss_factor("sign", "-1 (the sign)", "* -1.0"),
     replace(_loss_factor("unknown", "0.37", "* 0.37"), hint=re.escape("a constant factor of 0.37"),
             suitable=_four_tokens),
-    _factor_row("hint-counted-twice", "2 (counted twice: two backward passes, no zero_grad?)",
-                _parameter("output.output.bias"), f"{LAYERS}:Parameter.stage",
+    factor_row("hint-counted-twice", "2 (counted twice: two backward passes, no zero_grad?)",
+                parameter("output.output.bias"), f"{LAYERS}:Parameter.stage",
                 "self.grad_view[...] = grad", "self.grad_view[...] = grad + grad"),
 )
 
@@ -629,7 +639,7 @@ TORCH_SUM = "self.embedding(tokens) + self.positional_embedding(positions)"
 
 def _sum_row(name: str, hint: str, new: str, **models: Any) -> HintRow:
     """The sum of both embeddings changed, in PyTorch."""
-    return _row(
+    return plant(
         f"hint-{name}", hint, {"all": re.escape("value/embedding.output")},
         f"{TORCH_GPT}:GPTEmbedding.forward", f"return {TORCH_SUM}",
         f"y = {TORCH_SUM}\n    return {new}", **models,
@@ -638,21 +648,21 @@ def _sum_row(name: str, hint: str, new: str, **models: Any) -> HintRow:
 
 APPEARANCE_ROWS = (
     # Indexing makes a copy, which is then added to.
-    _row("hint-zero", "zero: never computed, or never written", _parameter(POSITIONS),
-         f"{NUMPY}:embedding", NUMPY_TABLE, f"""\
+    plant("hint-zero", "zero: never computed, or never written", parameter(POSITIONS),
+          f"{NUMPY}:embedding", NUMPY_TABLE, f"""\
 {NUMPY_TABLE}\
         copy = dtable[ids]
         copy += grad
         return dtable, None
 """),
-    _row("linear-weight-gradient-reshaped", "reshaped where it should be transposed",
-         _parameter("output.output.weight"), suitable=_oblong_output),
-    _row("hint-transposed", "transposed", _parameter("output.output.weight"), f"{NUMPY}:linear",
-         "g2.T @ x2,", "(x2.T @ g2).reshape(weight.shape),", suitable=_square_output),
-    _row("hint-time-first", "batch and time are exchanged",
-         {"all": re.escape("value/embedding.embedding.output")},
-         f"{TORCH_GPT}:GPTEmbedding.forward", "self.embedding(tokens)", "self.embedding(tokens.T)",
-         suitable=_square_batch),
+    plant("linear-weight-gradient-reshaped", "reshaped where it should be transposed",
+          parameter("output.output.weight"), suitable=_oblong_output),
+    plant("hint-transposed", "transposed", parameter("output.output.weight"), f"{NUMPY}:linear",
+          "g2.T @ x2", "(x2.T @ g2).reshape(weight.shape)", suitable=_square_output),
+    plant("hint-time-first", "batch and time are exchanged",
+          {"all": re.escape("value/embedding.embedding.output")},
+          f"{TORCH_GPT}:GPTEmbedding.forward", "self.embedding(tokens)", "self.embedding(tokens.T)",
+          suitable=_square_batch),
     _sum_row("late-wrapped", "shifted along T, one place too late (wrapped around)",
              "y.roll(1, dims=1)"),
     _sum_row("late-zeros", "shifted along T, one place too late (zeros at the edge)",
@@ -661,9 +671,9 @@ APPEARANCE_ROWS = (
              "y.roll(-1, dims=1)"),
     _sum_row("early-zeros", "shifted along T, one place too early (zeros at the edge)",
              "torch.cat([y[:, 1:], torch.zeros_like(y[:, :1])], dim=1)"),
-    _row("hint-positions-gradient-early",
-         "shifted along T, one place too early (wrapped around)", _parameter(POSITIONS),
-         f"{NUMPY}:embedding", NUMPY_TABLE, f"""\
+    plant("hint-positions-gradient-early",
+          "shifted along T, one place too early (wrapped around)", parameter(POSITIONS),
+          f"{NUMPY}:embedding", NUMPY_TABLE, f"""\
 {NUMPY_TABLE}\
         np.add.at(dtable, ids - 1, grad)
         return dtable, None
@@ -677,7 +687,7 @@ APPEARANCE_ROWS = (
 )
 # fmt: on
 
-HINT_ROWS: tuple[HintRow, ...] = (
+GPT_ROWS: tuple[HintRow, ...] = (
     *EMBEDDING_ROWS, *ATTENTION_ROWS, *MASK_ROWS, *SOFTMAX_ROWS, *GELU_ROWS, *LINEAR_ROWS,
     *LOSS_ROWS, *LOW_PRECISION_ROWS, *STEP_ROWS, *FACTOR_ROWS, *APPEARANCE_ROWS,
 )  # fmt: skip
