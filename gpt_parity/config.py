@@ -343,8 +343,7 @@ class BenchConfig:
     sizes: Annotated[tuple[BenchSize, ...], Parameter(consume_multiple=True)] = (
         "source", "small", "medium", "baby",
     )  # fmt: skip
-    """Models of step, forward, generation, memory and profile: the text's, two larger ones, and of
-    GPT-2 baby and gpt2 (124 million parameters: several GB and minutes)."""
+    """Models of step, forward, generation, memory and profile: the text's, larger ones, GPT-2."""
     profile: bool = False
     """Also say where the NumPy step spends its time, operation by operation."""
     seconds: float = 20.0

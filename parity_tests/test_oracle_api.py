@@ -16,8 +16,10 @@ import torch_impl
 from gpt_parity.config import PRESETS, ExportConfig
 from gpt_parity.oracle import Bundle, Report, check, save_bundle
 from gpt_parity.oracle.compare import LONGEST
+from gpt_parity.oracle.styles import from_style, to_style
 from gpt_parity.oracle.subject import export
 from gpt_parity.weights import set_weights
+from parity_tests.interop import styled_gpt2
 from parity_tests.interop.torch_function_gpt import CausalAttention, loss_and_gradients
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -59,9 +61,23 @@ def drifting(weights: Arrays, tokens: np.ndarray, targets: np.ndarray) -> Any:
     return 2.0 * loss, {n: g + noise.standard_normal(g.shape) for n, g in gradients.items()}
 
 
+def gpt2_function(preset: str) -> Any:
+    """Loss and gradients of a GPT-2 that does not know the project, under the project's names."""
+    config = PRESETS[preset].model
+
+    def function(weights: Arrays, tokens: np.ndarray, targets: np.ndarray) -> Any:
+        theirs = to_style(weights, config, "nanogpt")
+        found = styled_gpt2.run(theirs, tokens, targets, config.heads, "nanogpt")
+        loss, _ = found.pop("loss"), found.pop("logits")
+        return loss, from_style(found, config, "nanogpt")
+
+    return function
+
+
 @pytest.mark.parametrize("preset", PRESETS)
 def test_presets_by_name(preset: str) -> None:
-    report = check(loss_and_gradients, preset, "float32", seed=1)
+    gpt2 = preset.startswith("gpt2")
+    report = check(gpt2_function(preset) if gpt2 else loss_and_gradients, preset, "float32", seed=1)
     assert report.ok, str(report)
     assert report.complete and report.hints == () and report.first is None
     assert "floor: a relative error of" in str(report)

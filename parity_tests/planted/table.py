@@ -593,7 +593,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     PlantedBug(
         "clip-largest", f"{NUMPY_ADAMW}.clip_grad_norm",
-        "math.sqrt(np.dot(self.buffer.grad, self.buffer.grad))",
+        "math.sqrt(sum(float(np.dot(block, block)) for block in blocks))",
         "float(np.abs(self.buffer.grad).max())",
         "the largest element for the L2 norm",
         frozenset({TWIN, BOUND, HAND}),
@@ -658,7 +658,7 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     # --- Windows of the data set
     PlantedBug(
-        "windows-last-lost", f"{CORPUS}:CharDataset.__init__",
+        "windows-last-lost", f"{CORPUS}:CharDataset._split",
         "(length - self.context_size - 1) // self._stride + 1",
         "(length - self.context_size - 1) // self._stride",
         "the last window that fits is lost",
