@@ -14,7 +14,7 @@ from cyclopts import Parameter
 
 from gpt_parity.machine import MOST_THREADS, available_cores
 from gpt_parity.model_config import GPT2Config, GPTConfig
-from gpt_parity.schedule import require_integer, require_real
+from gpt_parity.schedule import WarmupCosineScheduler, require_integer, require_real
 
 Backend = Literal["numpy", "torch"]
 ModelName = Literal["gpt", "gpt2"]
@@ -27,6 +27,8 @@ Style = Literal["source", "nanogpt", "hf", "llm.c"]
 # interpreter, some tenths of a millisecond.
 WORTH_SEVERAL_CORES = 4 * 10**8
 
+# Of a job that is started on one machine to be judged.
+MOST_PROCESSES = 16
 # Steps of which every batch, or every state, is kept.
 MOST_LOCKSTEPS, MOST_BUNDLE_STEPS = 100_000, 1_000
 
@@ -37,14 +39,19 @@ DTYPES: tuple[Dtype, ...] = ("float32", "float64")
 STYLES: tuple[Style, ...] = get_args(Style)
 
 
+# What follows a step.
+VALIDATION, CHECKPOINT = "validation", "checkpoint"
+
 # Fields of TrainConfig that say where a run is, not what it computes.
 PLACES = frozenset({"data", "out", "overwrite", "resume", "anomaly"})
 # Those that a run which goes on may change.
-CHANGEABLE = frozenset({"backend", "data", "threads", "save_every", "keep", "anomaly"})
+CHANGEABLE = frozenset(
+    {"backend", "data", "threads", "save_every", "keep", "anomaly", "accumulate", "shard"}
+)
 
 
 # Fields that came later: a recipe without one of them means the default.
-LATER = frozenset({"model", "preset", "heads", "windows"})
+LATER = frozenset({"model", "preset", "heads", "windows", "accumulate", "shard"})
 
 # Sizes and recipes of GPT-2 by name; what is given explicitly goes before them.
 GPT2_PRESETS: dict[str, dict[str, Any]] = {
@@ -92,7 +99,11 @@ class TrainConfig:
     max_steps: int | None = None
     """Steps after which run and schedule end; on random windows also more than the epochs have."""
     batch_size: int = 4
-    """Windows per step."""
+    """Windows per step, of all processes and parts together."""
+    accumulate: int = 1
+    """Parts in which a batch goes through the model, one after the other, to need less memory."""
+    shard: bool = False
+    """Divide weights, gradients and moments among the processes that torchrun started."""
     context_size: int = 32
     """Characters per window, the longest input of the model."""
     embedding_size: int = 64
@@ -142,11 +153,13 @@ class TrainConfig:
     def __post_init__(self) -> None:
         require_choices(self)
         self._apply_preset()
+        if self.shard and self.backend != "torch":
+            raise ValueError("shard is set, which only --backend torch can")
         if self.resume is not None and self.overwrite:
             raise ValueError("resume and overwrite are both set, one of them is needed")
         require_seed(self.seed)
-        sizes = ("epochs", "batch_size", "context_size", "embedding_size", "blocks", "heads",
-                 "log_every", "sample_tokens", "save_every", "keep")  # fmt: skip
+        sizes = ("epochs", "batch_size", "accumulate", "context_size", "embedding_size", "blocks",
+                 "heads", "log_every", "sample_tokens", "save_every", "keep")  # fmt: skip
         for name in sizes:
             require_integer(name, getattr(self, name), 1)
         for name in ("max_steps", "eval_every"):
@@ -240,6 +253,26 @@ class TrainConfig:
             return epochs
         return self.max_steps if self.windows == "random" else min(epochs, self.max_steps)
 
+    def point(self, step: int, total: int) -> str:
+        """What follows this step: a validation (which saves too), a checkpoint, or nothing ("").
+
+        The validation after the last step is not among them.
+        """
+        if not 0 < step < total:
+            return ""
+        if self.eval_every is not None and step % self.eval_every == 0:
+            return VALIDATION
+        return CHECKPOINT if step % self.save_every == 0 else ""
+
+    def scheduler(self, total: int) -> WarmupCosineScheduler:
+        """The learning rates of a run of so many steps."""
+        return WarmupCosineScheduler(self.learning_rate, total, self.warmup, self.min_learning_rate)
+
+    @property
+    def windows_seed(self) -> int | None:
+        """The seed of random windows, None where they come in order."""
+        return self.seed if self.windows == "random" else None
+
     def model_config(self, vocab_size: int) -> GPTConfig:
         """Return the model's part of this configuration."""
         sizes = (vocab_size, self.context_size, self.embedding_size, self.blocks)
@@ -306,8 +339,10 @@ class VerifyConfig:
     """Also write every figure to this file."""
     html: Path | None = None
     """Also write a page with tables and pictures to this file."""
-    processes: int = 2
-    """Processes for the training; 1 does all work in one."""
+    processes: int = 1
+    """Also train in so many processes, each way that torchrun can, and compare with one."""
+    workers: int = 2
+    """Processes that share the work of verifying; 1 does all in one."""
 
     def __post_init__(self) -> None:
         for name in ("steps", "hops"):
@@ -315,7 +350,9 @@ class VerifyConfig:
                 raise ValueError(
                     f"{name} is {getattr(self, name)}, at most {MOST_LOCKSTEPS} are needed"
                 )
-        require_integer("processes", self.processes, 1)
+        if require_integer("processes", self.processes, 1) > MOST_PROCESSES:
+            raise ValueError(f"processes is {self.processes}, at most {MOST_PROCESSES} are needed")
+        require_integer("workers", self.workers, 1)
         require_choices(self)
         for name in ("json", "html"):
             require_place(name, getattr(self, name), (self.data, self.checkpoint))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 from contextlib import suppress
@@ -15,8 +16,15 @@ from gpt_parity.checkpoint import Checkpoint, load_checkpoint
 from gpt_parity.config import CHANGEABLE, GenerateConfig, TrainConfig
 from gpt_parity.corpus import CharDataset, Corpus, read_corpus
 from gpt_parity.display import say
+from gpt_parity.distributed import (
+    DistributedTrainer,
+    Follower,
+    Group,
+    LostProcessError,
+    joined,
+)
 from gpt_parity.run_folder import CONFIG_NAME, earlier_checkpoints, existing_folder, new_folder
-from gpt_parity.training import new_trainer, stream
+from gpt_parity.training import GPTTrainer, new_trainer, stream
 from gpt_parity.training_run import Run
 from gpt_parity.weights import set_weights
 from numpy_impl.memory import keep_freed_memory
@@ -27,19 +35,41 @@ def train(config: TrainConfig) -> int:
 
     128 + number after a signal. Raises, before the folder of the run is touched, ValueError for a
     text, a checkpoint or a configuration that does not do; OSError for what cannot be written;
-    FloatingPointError when training diverges. The last checkpoint stays, whatever happens.
+    FloatingPointError when training diverges. The last checkpoint stays, whatever happens. Of
+    several processes the first one alone raises.
     """
+    try:
+        return _join(config)
+    except (ValueError, TypeError, OSError, FloatingPointError, MemoryError, ImportError):
+        if os.environ.get("RANK", "0") == "0":
+            raise
+        return 2
+
+
+def _join(config: TrainConfig) -> int:
     checkpoint = None
     if config.resume is not None:
         config, checkpoint = resumed(config)
-    config = replace(config, threads=config.cores)  # what is chosen here stands in config.json
-    # NumPy splits the batch instead, see GPTTrainer.
-    with thread_limit(1 if config.backend == "numpy" else config.cores, config.backend):
-        keep_freed_memory()
-        return _train(config, checkpoint)
+    with joined(config) as group:
+        # What is chosen here stands in config.json.
+        config = replace(config, threads=max(1, config.cores // group.size))
+        # NumPy splits the batch instead, see GPTTrainer.
+        with thread_limit(1 if config.backend == "numpy" else config.threads, config.backend):
+            keep_freed_memory()
+            try:
+                return _train(config, checkpoint, group)
+            except LostProcessError as error:
+                if group.leads:
+                    group.told()
+                elif group.must_tell():
+                    say(
+                        f"gpt-parity: error: {error}, the first one among them, which saves; go "
+                        f"on from its last checkpoint with --resume {config.run_folder}"
+                    )
+                raise
 
 
-def _train(config: TrainConfig, checkpoint: Checkpoint | None) -> int:
+def _train(config: TrainConfig, checkpoint: Checkpoint | None, group: Group) -> int:
     corpus = read_corpus(config.data)
     tokenizer = None
     if checkpoint is not None:
@@ -61,11 +91,18 @@ def _train(config: TrainConfig, checkpoint: Checkpoint | None) -> int:
         checkpoint.load_optimizer(trainer.model, trainer.optimizer)
         trainer.steps, sampler = checkpoint.step, checkpoint.run.sample
 
+    if not group.leads:
+        group.start()
+        run = Follower(config, dataset, distributed(config, trainer, group), total)
+        with run.stop:
+            return run.finish()
     folder = config.run_folder
     opened = new_folder(folder, config.overwrite) if checkpoint is None else existing_folder(folder)
     with opened as stale:
         if checkpoint is not None and load_checkpoint(config.resume).step != checkpoint.step:
             raise ValueError(f"{config.resume}: another process went on with it, start once more")
+        group.start()
+        trainer = distributed(config, trainer, group)
         run = Run(config, corpus, dataset, trainer, total, sampler, checkpoint, stale)
         try:
             # The display goes last: what it shows can be answered by a signal.
@@ -74,6 +111,17 @@ def _train(config: TrainConfig, checkpoint: Checkpoint | None) -> int:
         finally:
             if run.farewell:
                 say(run.farewell)
+
+
+def distributed(config: TrainConfig, trainer: GPTTrainer, group: Group) -> GPTTrainer:
+    """The trainer among those of its group; itself where it is alone."""
+    if group.store is None:
+        return trainer
+    again = None
+    if config.shard:
+        sizes = config.model_config(trainer.model.vocab_size)
+        again = functools.partial(new_trainer, config, sizes)
+    return DistributedTrainer(trainer, group, again)
 
 
 def resumed(config: TrainConfig) -> tuple[TrainConfig, Checkpoint]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -32,15 +33,19 @@ class GPTTrainer:
 
     max_norm: the largest norm of all gradients together, see `clip_grad_norm`. threads: a NumPy
     model splits each batch among so many, see `BatchParts`; PyTorch has a switch of its own.
-    `steps` counts the finished training steps.
+    accumulate: a batch goes through the model in so many parts, one after the other, whose
+    gradients are added up; by their numbers of tokens, so that parts of unequal size count as they
+    do in one batch. `steps` counts the finished training steps.
     """
 
     def __init__(
-        self, model: Any, loss_fn: Any, optimizer: Any, max_norm: float = 1.0, *, threads: int = 1
-    ) -> None:
+        self, model: Any, loss_fn: Any, optimizer: Any, max_norm: float = 1.0, *, threads: int = 1,
+        accumulate: int = 1,
+    ) -> None:  # fmt: skip
         require_integer("threads", threads, 1)
         self.model, self.loss_fn, self.optimizer = model, loss_fn, optimizer
         self.max_norm = max_norm
+        self.accumulate = require_integer("accumulate", accumulate, 1)
         self.steps = 0
         self.parts = BatchParts(threads) if backend_of(model) == "numpy" else None
 
@@ -78,17 +83,28 @@ class GPTTrainer:
                 raise FloatingPointError(f"loss: got {loss.item()}, needed a finite number")
             return loss
 
-        if self.parts is not None:
-            return self.parts.backward(loss_of, tokens, targets)
-        loss = loss_of(tokens, targets)
-        loss.backward()
-        return loss.item()
+        total = 0.0
+        for part in parts_of(slice(0, len(tokens)), self.accumulate):
+            share = (part.stop - part.start) / len(tokens)
+            if share == 0.0:
+                continue
+            if self.parts is not None:
+                total += self.parts.backward(loss_of, tokens[part], targets[part], share)
+            else:
+                loss = loss_of(tokens[part], targets[part])
+                (loss if share == 1.0 else loss * share).backward()
+                total += loss.item() * share
+        return total
 
     def _first_non_finite(self, tokens: np.ndarray, targets: np.ndarray) -> str:
         """Where it began, to be added to a message; empty where another run of it is finite."""
         with np.errstate(over="ignore", invalid="ignore"):
             first = first_non_finite(self.model, self.loss_fn, tokens, targets)
         return f"; first not finite: {first}" if first else ""
+
+    def whole(self) -> GPTTrainer | None:
+        """The trainer that holds the whole model: this one, where one process trains."""
+        return self
 
     def train(
         self, dataset: CharDataset, epochs: int, scheduler: Callable[[int], float], *,
@@ -172,6 +188,13 @@ class GPTTrainer:
         return stream(self.model, tokenizer, prompt, steps, temperature, top_k, seed)
 
 
+def parts_of(rows: slice, count: int) -> list[slice]:
+    """`rows` in `count` parts that follow each other and differ by one row at most."""
+    size = rows.stop - rows.start
+    bounds = [rows.start + size * k // count for k in range(count + 1)]
+    return [slice(*pair) for pair in pairwise(bounds)]
+
+
 def new_trainer(
     config: TrainConfig, model_config: GPTConfig, *, allow_leak: bool = False
 ) -> GPTTrainer:
@@ -186,7 +209,10 @@ def new_trainer(
     optimizer = backend.AdamWOptimizer(
         model.parameters(), config.learning_rate, config.betas, config.eps, config.weight_decay
     )
-    return GPTTrainer(model, backend.GPTLoss(), optimizer, config.max_norm, threads=config.cores)
+    return GPTTrainer(
+        model, backend.GPTLoss(), optimizer, config.max_norm, threads=config.cores,
+        accumulate=config.accumulate,
+    )  # fmt: skip
 
 
 def stream(

@@ -15,9 +15,10 @@ import numpy as np
 
 from gpt_parity.anomaly import AnomalyError, watch
 from gpt_parity.checkpoint import CHECKPOINT_NAME, Checkpoint, TrainingRun, save_checkpoint
-from gpt_parity.config import GPTConfig, TrainConfig
+from gpt_parity.config import CHECKPOINT, VALIDATION, GPTConfig, TrainConfig
 from gpt_parity.corpus import CharDataset, Corpus
 from gpt_parity.display import Display, validation_table
+from gpt_parity.distributed import ALONE, LostProcessError, agreed
 from gpt_parity.files import write_atomically
 from gpt_parity.interrupts import Stop, StopBetweenSteps
 from gpt_parity.plots import draw, has_matplotlib
@@ -31,7 +32,6 @@ from gpt_parity.run_folder import (
     Metrics,
     remove,
 )
-from gpt_parity.schedule import WarmupCosineScheduler
 from gpt_parity.training import GPTTrainer, StepResult
 from gpt_parity.weights import get_weights
 
@@ -53,6 +53,7 @@ class Run:
     ) -> None:  # fmt: skip
         self.config, self.corpus, self.dataset, self.trainer = config, corpus, dataset, trainer
         self.total, self.sampler = total, sampler
+        self.group = getattr(trainer, "group", ALONE)
         self.folder = config.run_folder
         self.model_config = config.model_config(dataset.vocab_size)
         self.facts = provenance()
@@ -62,7 +63,9 @@ class Run:
         self.farewell = ""  # for stderr, once the display has closed
         versions = {k: self.facts.get(k) for k in ("gpt_parity", "numpy", "torch", "commit")}
         self.history = [
-            {"step": trainer.steps, "backend": config.backend, "threads": config.threads} | versions
+            {"step": trainer.steps, "backend": config.backend, "threads": config.threads}
+            | ({"processes": self.group.size} if self.group.size > 1 else {})
+            | versions
         ]
         self.metrics: Metrics | None = None
         self.checkpoints = Checkpoints(self.folder, config.keep)
@@ -91,6 +94,11 @@ class Run:
             return self._finish()
         except BrokenPipeError:
             raise
+        except LostProcessError as error:
+            if not self.config.shard:  # then the weights of the last step are all here
+                self.save()
+            goes_on = f"; go on with: {self._resume_command()}"
+            raise LostProcessError(f"{error}{self._left()}{goes_on}") from error
         except (FloatingPointError, OSError) as error:
             raise type(error)(f"{error}{self._left()}") from error
         except (KeyboardInterrupt, SystemExit):  # a second signal
@@ -99,19 +107,16 @@ class Run:
 
     def _finish(self) -> int:
         config, trainer = self.config, self.trainer
-        scheduler = WarmupCosineScheduler(
-            config.learning_rate, self.total, config.warmup, config.min_learning_rate
-        )
         try:
             self._announce()
-            if config.resume is not None and self._validates_at(trainer.steps):
+            if config.resume is not None and config.point(trainer.steps, self.total) == VALIDATION:
                 # Saved before its validation, whose line was cut off.
                 self.validate()
             with watch(trainer.model) if config.anomaly else nullcontext():
                 trainer.train(
-                    self.dataset, config.epochs, scheduler, start=trainer.steps,
-                    max_steps=self.total, on_step=self.after_step,
-                    windows_seed=config.seed if config.windows == "random" else None,
+                    self.dataset, config.epochs, config.scheduler(self.total),
+                    start=trainer.steps, max_steps=self.total, on_step=self.after_step,
+                    windows_seed=config.windows_seed,
                 )  # fmt: skip
             loss = self.validate()
             self._sample()
@@ -175,34 +180,36 @@ class Run:
         if self.display.is_due():
             self.metrics.flush()
             self.display.show(step, mean)
-        if self._validates_at(step):
+        point = self.config.point(step, self.total)
+        if point == VALIDATION:
             self.validate()
-        elif step % self.config.save_every == 0 and step < self.total:
+        elif point == CHECKPOINT:
             with self.display.paused():
                 self.save()
-        self.stop.check()
-
-    def _validates_at(self, step: int) -> bool:
-        """Whether a validation follows this step; the one after the last step is `finish`'s."""
-        every = self.config.eval_every
-        return every is not None and step % every == 0 and 0 < step < self.total
+        agreed(self.stop, self.group)
 
     def validate(self) -> float:
         """Save, then measure the loss on the test part."""
         with self.display.paused():
             self.save()
-            loss = self.trainer.test(self.dataset, on_batch=lambda _: self.stop.check())[1]
+            loss = self.trainer.test(self.dataset, on_batch=self._between_batches)[1]
         self.metrics.record(event="validation", step=self.trainer.steps, loss=loss)
         self.metrics.flush()
         if self.config.eval_every is not None:
             self.display.line(f"step {self.trainer.steps}  validation loss {loss:.4f}")
         return loss
 
+    def _between_batches(self, _: int) -> None:
+        if self.group.size == 1:  # others would go on
+            self.stop.check()
+
     def save(self) -> None:
         """Write a checkpoint of the last finished step, unless it is there already."""
         step = self.trainer.steps
         if self.checkpoints.step == step:
             return
+        whole = self.trainer.whole()
+        assert whole is not None
         epoch, batch = divmod(step, self.dataset.batch_count("train"))
         run = TrainingRun(
             self.config.recipe, _corpus_facts(self.corpus, self.config), self.history, self.total,
@@ -211,9 +218,9 @@ class Run:
         )  # fmt: skip
         try:
             self.checkpoints.save(step, lambda path: save_checkpoint(
-                path, self.trainer.model, config=self.model_config,
+                path, whole.model, config=self.model_config,
                 vocabulary=self.dataset.tokenizer.vocabulary, step=step,
-                optimizer=self.trainer.optimizer, run=run, provenance=self.facts,
+                optimizer=whole.optimizer, run=run, provenance=self.facts,
             ))  # fmt: skip
         except ValueError as error:  # weights or moments that are not finite
             raise FloatingPointError(f"after training step {step}: {error}") from error
@@ -221,7 +228,9 @@ class Run:
     def _sample(self) -> None:
         prompt = _first_prompt(self.dataset)
         text = [prompt]
-        for character in self.trainer.stream(
+        whole = self.trainer.whole()
+        assert whole is not None
+        for character in whole.stream(
             self.dataset, prompt, self.config.sample_tokens, seed=self.sampler
         ):
             self.stop.check()

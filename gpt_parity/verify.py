@@ -20,8 +20,15 @@ from gpt_parity.corpus import CharDataset, CharTokenizer, Corpus, read_corpus
 from gpt_parity.oracle.compare import Report, compare_traces
 from gpt_parity.oracle.complex_step import Vote, complex_step_votes
 from gpt_parity.oracle.hops import hopping_float64, steps_of
-from gpt_parity.oracle.lockstep import Outcome, Setting, common_state_float32, free_float64
-from gpt_parity.oracle.report import Verification
+from gpt_parity.oracle.lockstep import (
+    Batch,
+    Outcome,
+    Setting,
+    common_state_float32,
+    free_float64,
+)
+from gpt_parity.oracle.processes import STEPS, row_counts, several_processes
+from gpt_parity.oracle.report import PROCESSES, Verification
 from gpt_parity.oracle.rounding import FLOAT32, FLOAT64, Unit
 from gpt_parity.oracle.slips import Sighting, show_slips
 from gpt_parity.oracle.tolerance import Tolerances, model_tolerances
@@ -63,14 +70,25 @@ def verify(
             return []
         return [hopping_float64(lockstep_setting(steps_of(config.hops), subject), config.hops)]
 
-    if config.steps == 0 or config.processes == 1:
+    def spread(result: Verification) -> Verification:
+        if config.processes == 1 or not result.ok:
+            return result
+        settings = [lockstep_setting(STEPS, subject, n) for n in row_counts(config.processes)]
+        outcome, sightings = several_processes(settings, config.processes)
+        return replace(
+            result, lockstep=[*result.lockstep, outcome],
+            slips={**result.slips, PROCESSES: sightings},
+        )  # fmt: skip
+
+    if config.steps == 0 or config.workers == 1:
         with thread_limit(1, "torch"):
             result = _verification(config, subject)
             on_pass(result)
             if not result.ok:
                 return result
             runs = (free_float64, common_state_float32) if config.steps else ()
-            return replace(result, lockstep=[*(run(setting) for run in runs), *hop()])
+            result = replace(result, lockstep=[*(run(setting) for run in runs), *hop()])
+            return spread(result)
     # A fresh process, since PyTorch's threads do not survive a fork; it starts before PyTorch is
     # imported here, so that the two imports go side by side.
     context = multiprocessing.get_context("spawn")
@@ -86,6 +104,7 @@ def verify(
                 if result.ok:
                     free, hopped = free_float64(setting), hop()
                     result = replace(result, lockstep=[free, float32.result(), *hopped])
+                    result = spread(result)
             return result
         finally:
             if not float32.done():
@@ -164,16 +183,25 @@ def _dataset(corpus: Corpus, context_size: int, tokenizer: CharTokenizer | None)
     return dataset
 
 
-def lockstep_setting(steps: int, subject: Subject) -> Setting:
-    """A lockstep run of the source text's recipe; without steps it holds no batches or rates."""
+def lockstep_setting(steps: int, subject: Subject, rows: int = BATCH_SIZE) -> Setting:
+    """A lockstep run of the source text's recipe; without steps it holds no batches or rates.
+
+    rows: of each batch, the next ones of the text.
+    """
     recipe, dataset = TrainConfig(), subject.dataset
     scheduler = WarmupCosineScheduler(
         recipe.learning_rate, max(steps, 1), recipe.warmup, recipe.min_learning_rate
     )
-    count = dataset.batch_count("train")
+    count, needed = dataset.batch_count("train"), -(-rows // BATCH_SIZE)
+
+    def batch(t: int) -> Batch:
+        several = [dataset.batch("train", (needed * t + k) % count) for k in range(needed)]
+        tokens, targets = (np.concatenate(part)[:rows] for part in zip(*several, strict=True))
+        return tokens, targets
+
     return Setting(
         subject.config, recipe, subject.weights,
-        [dataset.batch("train", t % count) for t in range(steps)],
+        [batch(t) for t in range(steps)],
         [scheduler(t) for t in range(steps)],
     )  # fmt: skip
 

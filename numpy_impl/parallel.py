@@ -39,10 +39,11 @@ class BatchParts:
 
     def backward(
         self, loss_of: Callable[[np.ndarray, np.ndarray], Tensor],
-        tokens: np.ndarray, targets: np.ndarray,
+        tokens: np.ndarray, targets: np.ndarray, weight: float = 1.0,
     ) -> float:  # fmt: skip
-        """Add the gradient of the mean loss over the batch to every leaf; returns the loss.
+        """Add the gradient of `weight` times the mean loss over the batch to every leaf.
 
+        Returns `weight` times the loss.
         tokens, targets: (B, T). `loss_of(tokens, targets)` is the mean over the rows it is given.
         Leaves change only after all parts have succeeded. Where a parameter has no gradient, its
         flat buffer serves as memory before that: one call at a time for the same parameters. An
@@ -58,7 +59,7 @@ class BatchParts:
 
         def compute(k: int) -> Result:
             part = slice(bounds[k], bounds[k + 1])
-            share = (part.stop - part.start) / len(tokens)
+            share = weight * ((part.stop - part.start) / len(tokens))
             loss = loss_of(tokens[part], targets[part])
             cotangent = np.asarray(loss.cotangent() * share)
             store = tape.stage if k == 0 else tape.leave

@@ -78,7 +78,7 @@ def verification(tmp_path_factory: pytest.TempPathFactory) -> Verification:
     model = build_model("numpy", config, seed=1)
     save_checkpoint(folder / "c", model, config=config, vocabulary=vocabulary)
     return verify(VerifyConfig(
-        data=text, checkpoint=folder / "c", steps=4, processes=1, html=folder / "page.html",
+        data=text, checkpoint=folder / "c", steps=4, workers=1, html=folder / "page.html",
     ))  # fmt: skip
 
 

@@ -36,7 +36,7 @@ def text(tmp_path: Path) -> Path:
 
 def run(text: Path, *flags: str) -> int:
     steps = [] if "--steps" in flags else ["--steps", "0"]
-    return cli.main(["verify", "--data", str(text), "--processes", "1", *steps, *flags])
+    return cli.main(["verify", "--data", str(text), "--workers", "1", *steps, *flags])
 
 
 @pytest.mark.parametrize(("model", "entries", "parameters"), [("gpt", 20, 16), ("gpt2", 31, 28)])
@@ -171,7 +171,7 @@ def test_a_twin_that_gives_nan_differs_and_is_not_unusable(
 ) -> None:
     """Training would stop at once; the pass has said which tensor is wrong first."""
     monkeypatch.setattr(torch.nn.GELU, "forward", lambda self, x: x * float("nan"))
-    flags = ["--data", str(text), "--steps", "2", "--processes", processes]
+    flags = ["--data", str(text), "--steps", "2", "--workers", processes]
     assert cli.main(["verify", *flags]) == 1
     assert "feed_forward.gelu.output, not finite" in capsys.readouterr().out
 
@@ -196,7 +196,7 @@ def test_a_checkpoint_is_verified_with_its_own_sizes(
         parameter.data *= 3.0
     path = tmp_path / "checkpoint.safetensors"
     save_checkpoint(path, model, config=config, vocabulary=tokenizer.vocabulary)
-    result = verify(VerifyConfig(data=text, checkpoint=path, steps=2, processes=1))
+    result = verify(VerifyConfig(data=text, checkpoint=path, steps=2, workers=1))
     assert result.ok and result.model == config
     shared = build_model("torch", config)
     assert len(result.reports["torch", "float64"].judgements) == 1 + 2 * entries + len(
@@ -205,9 +205,7 @@ def test_a_checkpoint_is_verified_with_its_own_sizes(
 
 
 def test_two_processes_give_what_one_gives(text: Path) -> None:
-    one, two = (
-        verify(VerifyConfig(data=text, steps=2, processes=processes)) for processes in (1, 2)
-    )
+    one, two = (verify(VerifyConfig(data=text, steps=2, workers=processes)) for processes in (1, 2))
     assert one.lockstep == two.lockstep and one.reports == two.reports
 
 
@@ -217,7 +215,7 @@ def test_two_processes_give_what_one_gives(text: Path) -> None:
         (["--data", "missing.txt"], "missing.txt"),
         (["--steps", "-1"], "steps"),
         (["--steps", "many"], "many"),
-        (["--processes", "0"], "processes"),
+        (["--workers", "0"], "processes"),
         (["--checkpoint", "nowhere"], "nowhere"),
         (["--json", "nowhere/v.json"], "nowhere/v.json"),
         (["--json", "."], "json is ., which is no regular file; a file is needed"),

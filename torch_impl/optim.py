@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 
 class AdamWOptimizer:
@@ -67,7 +67,7 @@ class AdamWOptimizer:
             )
         if max_norm < math.inf:  # else the factor would be inf before it is cut to 1
             nn.utils.clip_grads_with_norm_(self.parameters, max_norm, norm)
-        return norm.item()
+        return _whole(norm).item()
 
     def step(self) -> None:
         """One update of every parameter that has a gradient."""
@@ -83,7 +83,7 @@ class AdamWOptimizer:
 
         def parts(name: str) -> list[Any]:
             return [
-                s.get(name, torch.zeros_like(p)).detach().numpy().copy()
+                _whole(s.get(name, torch.zeros_like(p)).detach()).numpy().copy()
                 for p, s in zip(self.parameters, states, strict=True)
             ]
 
@@ -102,9 +102,23 @@ class AdamWOptimizer:
         for i, p in enumerate(self.parameters):
             self.optimizer.state[p] = {
                 "step": torch.tensor(float(state["steps"][i])),
-                "exp_avg": torch.tensor(state["exp_avg"][i], dtype=p.dtype),
-                "exp_avg_sq": torch.tensor(state["exp_avg_sq"][i], dtype=p.dtype),
+                "exp_avg": _like(p, torch.tensor(state["exp_avg"][i], dtype=p.dtype)),
+                "exp_avg_sq": _like(p, torch.tensor(state["exp_avg_sq"][i], dtype=p.dtype)),
             }
+
+
+def _whole(x: Tensor) -> Tensor:
+    """A tensor that is divided among processes as one; they all have to ask."""
+    return x.full_tensor() if hasattr(x, "full_tensor") else x
+
+
+def _like(p: Tensor, x: Tensor) -> Tensor:
+    """x divided among processes as the parameter is."""
+    if not hasattr(p, "full_tensor"):
+        return x
+    from torch.distributed.tensor import distribute_tensor  # takes a second to import
+
+    return distribute_tensor(x, p.device_mesh, p.placements)
 
 
 def check_state(state: dict[str, list[Any]], shapes: list[tuple[int, ...]]) -> None:

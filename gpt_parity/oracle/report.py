@@ -22,6 +22,8 @@ from gpt_parity.provenance import provenance
 
 SCHEMA = "gpt-parity/verification"
 SCHEMA_VERSION = 1
+# What the slips of training in several processes stand under, among those of the dtypes.
+PROCESSES = "processes"
 
 
 @dataclass(frozen=True)
@@ -82,6 +84,8 @@ class Verification:
                     f", and in {steps_of(self.config.hops)} float64 steps with "
                     f"{self.config.hops} changes of the backend"
                 )
+            if self.config.processes > 1:
+                training += f", and in training in {self.config.processes} processes"
             return (
                 f"PASS: numpy_impl and torch_impl agree in {tensors} tensors of one pass in "
                 f"float64 and float32{training}; worst {worst.ratio:.3f} of tolerance "
@@ -119,16 +123,12 @@ class Verification:
             f"sha256 {self.corpus.sha256[:16]}",
         )
         for dtype, sightings in self.slips.items():
-            for s in sightings:
-                _line(
-                    console,
-                    f"{dtype} slip {'seen' if s.ok else 'MISSED'}: {s.description}, "
-                    f"{s.ratio:.3g} tolerances (needed {VISIBLE:g})",
-                )
+            _print_slips(console, dtype, sightings)
         console.print(self._tensor_table())
 
     def print_verdict(self, console: Console) -> None:
         """The table of training, the verdict, and what it was measured with."""
+        _print_slips(console, PROCESSES, self.slips.get(PROCESSES, []))
         if self.lockstep:
             console.print(self._training_table())
         _line(console, self.verdict(), style="green" if self.ok else "red")
@@ -212,6 +212,15 @@ class Verification:
             "provenance": provenance(),
         }  # fmt: skip
         return (json.dumps(_finite(content), indent=1, allow_nan=False) + "\n").encode()
+
+
+def _print_slips(console: Console, where: str, sightings: list[Sighting]) -> None:
+    for s in sightings:
+        _line(
+            console,
+            f"{where} slip {'seen' if s.ok else 'MISSED'}: {s.description}, "
+            f"{s.ratio:.3g} tolerances (needed {VISIBLE:g})",
+        )
 
 
 def _line(console: Console, text: str, style: str = "") -> None:

@@ -1,0 +1,323 @@
+"""Training in several processes, by PyTorch's own engine: data parallel, or sharded.
+
+Each process takes its rows of every batch. Its loss is the sum over its tokens, times the number of
+processes, over the tokens of the whole batch, so that the mean over processes, which is what
+`DistributedDataParallel` and `fully_shard` make of the gradients, is the gradient of the mean over
+the batch, however the rows divide. A process without rows takes part with a weight of 0.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+
+from gpt_parity.backends import load_backend
+from gpt_parity.config import CHECKPOINT, VALIDATION, TrainConfig
+from gpt_parity.corpus import CharDataset
+from gpt_parity.interrupts import Stop, StopBetweenSteps
+from gpt_parity.training import GPTTrainer, StepResult, parts_of
+from gpt_parity.weights import named_parameters, set_weights
+
+# A process that waits longer for the others gives up: far more than a step or a save takes.
+PATIENCE = timedelta(seconds=600)
+READY, TOLD = "gpt-parity/ready", "gpt-parity/told"
+# Tenths of a second in which the first process must have found out too.
+PATIENCE_WITH_FIRST = 50
+# What PyTorch's RuntimeErrors say where a connection breaks or nobody answers.
+BROKEN = re.compile("gloo|nccl|connection|timed out|broken pipe", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Group:
+    """This process among those that train together; `rank` 0 writes the files."""
+
+    rank: int = 0
+    size: int = 1
+    store: Any = field(default=None, repr=False)
+
+    @property
+    def leads(self) -> bool:
+        return self.rank == 0
+
+    def start(self) -> None:
+        """Connect the processes, once the first one has all that it needs.
+
+        Those that wait listen to signals meanwhile: the first one may have ended with an error.
+        """
+        if self.store is None:
+            return
+        from torch import distributed
+
+        if self.leads:
+            self.store.set(READY, "yes")
+        while not self.store.check([READY]):
+            time.sleep(0.05)
+        distributed.init_process_group(
+            "gloo", store=self.store, rank=self.rank, world_size=self.size, timeout=PATIENCE
+        )
+
+    def largest(self, number: int) -> int:
+        """The largest of the processes' numbers; all have to ask."""
+        return round(self._reduced(float(number), "MAX")) if self.size > 1 else number
+
+    def sum(self, number: float) -> float:
+        """The sum of the processes' numbers; all have to ask."""
+        return self._reduced(number, "SUM") if self.size > 1 else number
+
+    def told(self) -> None:
+        """The first process says what went wrong; the others need not."""
+        self.store.add(TOLD, 1)
+
+    def must_tell(self) -> bool:
+        """Whether this process has to say it, since the first one is gone and no other has."""
+        for _ in range(PATIENCE_WITH_FIRST):
+            if self.store.check([TOLD]):
+                return False
+            time.sleep(0.1)
+        return self.store.add(TOLD, 1) == 1
+
+    def _reduced(self, number: float, how: str) -> float:
+        import torch
+        from torch import distributed
+
+        value = torch.tensor(number, dtype=torch.float64)
+        with self.exchange():
+            distributed.all_reduce(value, getattr(distributed.ReduceOp, how))
+        return value.item()
+
+    @contextmanager
+    def exchange(self) -> Iterator[None]:
+        """A block in which the processes talk; LostProcessError where one is not there."""
+        try:
+            yield
+        except RuntimeError as error:
+            if not BROKEN.search(str(error)):
+                raise
+            raise LostProcessError(
+                f"one of the {self.size} processes has ended or does not answer"
+            ) from error
+
+
+ALONE = Group()
+
+
+def size_of_job() -> int:
+    """How many processes torchrun started, 1 where it did not."""
+    return int(os.environ.get("WORLD_SIZE", "1")) if "RANK" in os.environ else 1
+
+
+@contextmanager
+def joined(config: TrainConfig) -> Iterator[Group]:
+    """The group of the processes that torchrun started, this one among them; left at the end.
+
+    A process by itself is a group of one. Raises ValueError for several processes of another
+    backend than torch, for shards without torchrun, and for `anomaly` in several processes.
+    """
+    started, size = "RANK" in os.environ, size_of_job()
+    if config.backend != "torch" and size > 1:
+        raise ValueError(
+            f"backend is {config.backend}, which trains in one process; torchrun started {size}"
+        )
+    if config.shard and not started:
+        raise ValueError("shard is set, which needs: torchrun --nproc-per-node N scripts/train.py")
+    if not started or (size == 1 and not config.shard):
+        yield ALONE
+        return
+    if config.anomaly:
+        raise ValueError(f"anomaly is set, which needs one process; torchrun started {size}")
+    load_backend("torch")
+    from torch import distributed
+
+    store, rank, size = next(distributed.rendezvous("env://", timeout=PATIENCE))
+    try:
+        yield Group(rank, size, store)
+    finally:
+        if distributed.is_initialized():
+            distributed.destroy_process_group()
+
+
+class LostProcessError(ConnectionError):
+    """Another process of the group has ended, or does not answer."""
+
+
+class DistributedTrainer(GPTTrainer):
+    """A trainer whose batches are divided among the processes of a group.
+
+    Takes over the model and the optimizer of `trainer`, which are the same in every process. Every
+    process makes the same calls with the same batches; results are those of the whole batch. With
+    `again`, each process keeps a part of weights, gradients and moments alone, and `again()` is a
+    new trainer like `trainer`, to hold them all for a moment.
+    """
+
+    def __init__(
+        self, trainer: GPTTrainer, group: Group, again: Callable[[], GPTTrainer] | None = None
+    ) -> None:
+        super().__init__(
+            trainer.model, trainer.loss_fn, trainer.optimizer, trainer.max_norm,
+            accumulate=trainer.accumulate,
+        )  # fmt: skip
+        self.steps, self.group, self.again = trainer.steps, group, again
+        self.shard = again is not None
+        if self.shard:
+            self._shard()
+        else:
+            from torch.nn.parallel import DistributedDataParallel
+
+            self.engine = DistributedDataParallel(self.model)
+
+    def _shard(self) -> None:
+        from torch.distributed.fsdp import fully_shard
+
+        state = self.optimizer.state()
+        for transformer in self.model.transformers:
+            fully_shard(transformer)
+        self.engine = fully_shard(self.model)
+        old = self.optimizer.optimizer.defaults
+        self.optimizer = type(self.optimizer)(
+            self.model.parameters(), self.optimizer.lr, old["betas"], old["eps"],
+            old["weight_decay"],
+        )  # fmt: skip
+        if any(state["steps"]):
+            self.optimizer.load_state(state)
+
+    def train_step(self, tokens: np.ndarray, targets: np.ndarray) -> StepResult:
+        """As `GPTTrainer.train_step`; raises LostProcessError, with the weights as they were."""
+        with self.group.exchange():
+            return super().train_step(tokens, targets)
+
+    def _backward(self, tokens: np.ndarray, targets: np.ndarray) -> float:
+        total = 0.0
+        parts = parts_of(self.rows(len(tokens)), self.accumulate)
+        for number, part in enumerate(parts, start=1):
+            count = part.stop - part.start
+            if count == 0:
+                part = slice(0, 1)  # takes part in the exchange, with a weight of 0
+            with self._exchange(last=number == len(parts)):
+                loss = self.loss_fn(self.engine(tokens[part]), targets[part])
+                weight = self.weight(count, len(tokens))
+                # Of the gradients the engine takes the mean over the processes.
+                (loss * (weight * self.group.size)).backward()
+            total += loss.item() * weight
+        total = self.group.sum(total)
+        if not math.isfinite(total):  # in all processes, so that none waits for the others
+            raise FloatingPointError(f"loss: got {total}, needed a finite number")
+        return total
+
+    def rows(self, batch: int) -> slice:
+        """The rows of a batch that this process takes."""
+        return parts_of(slice(0, batch), self.group.size)[self.group.rank]
+
+    def weight(self, rows: int, batch: int) -> float:
+        """The share of so many rows in the loss of the whole batch; all rows have T tokens."""
+        return rows / batch
+
+    def _exchange(self, last: bool) -> Any:
+        """Gradients are exchanged once, in the backward pass of the last part."""
+        if self.shard:
+            self.model.set_requires_gradient_sync(last)
+            return nullcontext()
+        return nullcontext() if last else self.engine.no_sync()
+
+    def _first_non_finite(self, tokens: np.ndarray, targets: np.ndarray) -> str:
+        return "" if self.shard else super()._first_non_finite(tokens, targets)
+
+    def whole(self) -> GPTTrainer | None:
+        """This trainer as that of one process, for files and samples; None in the others.
+
+        All processes have to ask. Of shards it is a copy.
+        """
+        if not self.shard:
+            return self if self.group.leads else None
+        from torch.distributed.checkpoint.state_dict import (
+            StateDictOptions,
+            get_model_state_dict,
+            get_optimizer_state_dict,
+        )
+
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        optimizer = self.optimizer.optimizer
+        with self.group.exchange():
+            weights = get_model_state_dict(self.model, options=options)
+            # Asked for the state of an optimizer that has none yet, it takes a step to make one.
+            moments = {}
+            if optimizer.state:
+                moments = get_optimizer_state_dict(self.model, optimizer, options=options)
+        if not self.group.leads:
+            return None
+        assert self.again is not None
+        whole = self.again()
+        set_weights(whole.model, weights)
+        if state := moments.get("state"):
+            names = list(named_parameters(whole.model))
+            parts = {k: [state[n][k].numpy() for n in names] for k in ("exp_avg", "exp_avg_sq")}
+            steps = [int(state[n]["step"]) for n in names]
+            whole.optimizer.load_state({**parts, "steps": steps})
+        whole.steps = self.steps
+        return whole
+
+
+class Follower:
+    """A run in the processes that write nothing: the same steps, exchanges and validations.
+
+    It makes the calls of `training_run.Run` in the same order, since all processes have to.
+    """
+
+    def __init__(
+        self, config: TrainConfig, dataset: CharDataset, trainer: DistributedTrainer, total: int,
+    ) -> None:  # fmt: skip
+        self.config, self.dataset, self.trainer, self.total = config, dataset, trainer, total
+        self.stop = StopBetweenSteps()
+        self.saved: int | None = None
+        if config.resume is not None:
+            self.saved = trainer.steps
+        self.save()
+
+    def finish(self) -> int:
+        """Take the steps that are left; returns the exit code."""
+        config, trainer = self.config, self.trainer
+        try:
+            if config.resume is not None and config.point(trainer.steps, self.total) == VALIDATION:
+                self.validate()
+            trainer.train(
+                self.dataset, config.epochs, config.scheduler(self.total), start=trainer.steps,
+                max_steps=self.total, on_step=self.after_step, windows_seed=config.windows_seed,
+            )  # fmt: skip
+            self.validate()
+            trainer.whole()  # for the sample
+        except Stop as signal_seen:
+            self.save()
+            return 128 + signal_seen.number
+        return 0
+
+    def after_step(self, step: int, _: object) -> None:
+        point = self.config.point(step, self.total)
+        if point == VALIDATION:
+            self.validate()
+        elif point == CHECKPOINT:
+            self.save()
+        agreed(self.stop, self.trainer.group)
+
+    def validate(self) -> None:
+        self.save()
+        self.trainer.test(self.dataset)
+
+    def save(self) -> None:
+        if self.saved != self.trainer.steps:
+            self.trainer.whole()
+            self.saved = self.trainer.steps
+
+
+def agreed(stop: StopBetweenSteps, group: Group) -> None:
+    """Raise Stop in all processes where one of them has received a signal."""
+    received = group.largest(stop.received or 0)
+    if received:
+        raise Stop(received)
