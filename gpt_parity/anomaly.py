@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from gpt_parity.backends import backend_of
+from gpt_parity.tensors import as_array
 from numpy_impl.tape import Observer, observe
 
 # Their fill may be -inf, which softmax turns into a weight of 0.
@@ -31,7 +32,7 @@ def first_non_finite(
     from gpt_parity.oracle.trace import trace
 
     for name, parameter in model.named_parameters():
-        found = _count(np.asarray(parameter.detach().numpy()))
+        found = _count(as_array(parameter))
         if found:
             return f"weight {name} ({found})"
     seen = trace(model, loss_fn, tokens, targets)
@@ -135,7 +136,7 @@ def _watch_torch(model: Any) -> Iterator[None]:
             for tensor in out if isinstance(out, tuple | list) else (out,):
                 if not isinstance(tensor, torch.Tensor) or not tensor.is_floating_point():
                     continue
-                array = tensor.detach().numpy()
+                array = as_array(tensor)
                 if not _finite(name, array):
                     place = (
                         f"in {running[-1]}" if running

@@ -21,6 +21,8 @@ ModelName = Literal["gpt", "gpt2"]
 Windows = Literal["ordered", "random"]
 Dtype = Literal["float32", "float64"]
 Style = Literal["source", "nanogpt", "hf", "llm.c"]
+Precision = Literal["float64", "float32", "bf16", "tf32"]
+Device = Literal["cpu", "cuda"]
 
 
 # Operations of a step from which splitting it gains: threads wait for each other, and for the
@@ -37,6 +39,8 @@ MODELS: tuple[ModelName, ...] = ("gpt", "gpt2")
 WINDOWS: tuple[Windows, ...] = ("ordered", "random")
 DTYPES: tuple[Dtype, ...] = ("float32", "float64")
 STYLES: tuple[Style, ...] = get_args(Style)
+PRECISIONS: tuple[Precision, ...] = ("float64", "float32", "bf16", "tf32")
+DEVICES: tuple[Device, ...] = ("cpu", "cuda")
 
 
 # What follows a step.
@@ -46,12 +50,20 @@ VALIDATION, CHECKPOINT = "validation", "checkpoint"
 PLACES = frozenset({"data", "out", "overwrite", "resume", "anomaly"})
 # Those that a run which goes on may change.
 CHANGEABLE = frozenset(
-    {"backend", "data", "threads", "save_every", "keep", "anomaly", "accumulate", "shard"}
-)
+    {
+        "backend", "data", "threads", "save_every", "keep", "anomaly", "accumulate", "shard",
+        "compile", "device",
+    }
+)  # fmt: skip
 
 
 # Fields that came later: a recipe without one of them means the default.
-LATER = frozenset({"model", "preset", "heads", "windows", "accumulate", "shard"})
+LATER = frozenset(
+    {
+        "model", "preset", "heads", "windows", "accumulate", "shard", "precision", "compile",
+        "device",
+    }
+)  # fmt: skip
 
 # Sizes and recipes of GPT-2 by name; what is given explicitly goes before them.
 GPT2_PRESETS: dict[str, dict[str, Any]] = {
@@ -94,6 +106,12 @@ class TrainConfig:
     """Seed of the initial weights and of the sample."""
     dtype: Dtype = "float32"
     """Precision of weights, gradients and moments."""
+    precision: Precision | None = None
+    """Arithmetic of a torch model: a dtype, which it sets, bf16 (autocast) or tf32 (of GPUs)."""
+    compile: bool = False
+    """Let torch.compile fuse the operations of a torch model; the first step takes long."""
+    device: Device = "cpu"
+    """Where a torch model computes."""
     epochs: int = 2
     """Passes over the training part of the text, or as many random windows."""
     max_steps: int | None = None
@@ -153,8 +171,8 @@ class TrainConfig:
     def __post_init__(self) -> None:
         require_choices(self)
         self._apply_preset()
-        if self.shard and self.backend != "torch":
-            raise ValueError("shard is set, which only --backend torch can")
+        self._require_torch()
+        self._apply_precision()
         if self.resume is not None and self.overwrite:
             raise ValueError("resume and overwrite are both set, one of them is needed")
         require_seed(self.seed)
@@ -189,6 +207,40 @@ class TrainConfig:
         if not require_real("max_norm", self.max_norm) > 0:
             raise ValueError(f"max_norm is {self.max_norm}, a number above 0 is needed")
 
+    def _require_torch(self) -> None:
+        if self.backend == "torch" or self._still_to_come("backend"):
+            return
+        for name in ("shard", "precision", "compile", "device"):
+            value = getattr(self, name)
+            if value != getattr(TrainConfig, name):
+                raise ValueError(
+                    f"{name} is {'set' if value is True else value}, which only --backend torch can"
+                )
+
+    def _still_to_come(self, name: str) -> bool:
+        """Whether the run that is gone on with says it."""
+        return self.resume is not None and name not in self.given
+
+    def _apply_precision(self) -> None:
+        """The dtype that `precision` asks for; ValueError where the two contradict each other."""
+        if not self._still_to_come("device"):
+            require_precision(self.precision, self.device)
+        if self.compile and self.anomaly:
+            raise ValueError("compile and anomaly are both set, one of them is needed")
+        if self.precision is None:
+            return
+        needed = self.precision if self.precision in DTYPES else "float32"
+        if "dtype" in self.given and self.dtype != needed:
+            raise ValueError(
+                f"dtype is {self.dtype}, precision is {self.precision} and needs {needed}"
+            )
+        object.__setattr__(self, "dtype", needed)
+
+    @property
+    def arithmetic(self) -> Precision:
+        """`precision`, or else that of the dtype."""
+        return self.precision or self.dtype
+
     def _apply_preset(self) -> None:
         known = tuple(GPT2_PRESETS)
         if self.preset not in (None, *known):
@@ -206,9 +258,9 @@ class TrainConfig:
 
     @property
     def run_folder(self) -> Path:
-        """`out`, or the folder named after model (if it is GPT-2), backend, dtype and seed."""
+        """`out`, or the folder named after model (if GPT-2), backend, arithmetic and seed."""
         model = "" if self.model == "gpt" else f"{self.model}-"
-        return self.out or Path("runs") / f"{model}{self.backend}-{self.dtype}-seed{self.seed}"
+        return self.out or Path("runs") / f"{model}{self.backend}-{self.arithmetic}-seed{self.seed}"
 
     @property
     def recipe(self) -> dict[str, Any]:
@@ -343,6 +395,12 @@ class VerifyConfig:
     """Also train in so many processes, each way that torchrun can, and compare with one."""
     workers: int = 2
     """Processes that share the work of verifying; 1 does all in one."""
+    precision: Precision | None = None
+    """Also judge one pass of the torch twin in this arithmetic (float32 with compile or cuda)."""
+    compile: bool = False
+    """Also judge one pass of the torch twin as torch.compile makes it."""
+    device: Device = "cpu"
+    """Where that pass is computed."""
 
     def __post_init__(self) -> None:
         for name in ("steps", "hops"):
@@ -354,9 +412,16 @@ class VerifyConfig:
             raise ValueError(f"processes is {self.processes}, at most {MOST_PROCESSES} are needed")
         require_integer("workers", self.workers, 1)
         require_choices(self)
+        require_precision(self.precision, self.device)
         for name in ("json", "html"):
             require_place(name, getattr(self, name), (self.data, self.checkpoint))
         require_seed(self.seed)
+
+    @property
+    def arithmetic(self) -> Precision | None:
+        """That of the pass which `precision`, `compile` or `device` asks for, None without them."""
+        asked = self.compile or self.device != "cpu"
+        return self.precision or ("float32" if asked else None)
 
 
 BenchPart = Literal[
@@ -621,11 +686,18 @@ def require_place(name: str, path: Path | None, inputs: Iterable[Path | None] = 
             raise ValueError(f"{name} is {path}, which belongs to the input {source}")
 
 
+def require_precision(precision: Precision | None, device: Device) -> None:
+    """Raise ValueError for an arithmetic that no such device has."""
+    if precision == "tf32" and device != "cuda":
+        raise ValueError("precision is tf32, which --device cuda alone has")
+
+
 def require_choices(config: object) -> None:
     """Raise ValueError unless what `config` has of these choices is known."""
     for name, known in (
         ("backend", BACKENDS), ("dtype", DTYPES), ("model", MODELS), ("windows", WINDOWS),
         ("style", STYLES),
+        ("precision", (None, *PRECISIONS)), ("device", DEVICES),
     ):  # fmt: skip
         if getattr(config, name, known[0]) not in known:
             raise ValueError(f"{name} is {getattr(config, name)!r}, one of {known} is needed")

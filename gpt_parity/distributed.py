@@ -12,6 +12,7 @@ import math
 import os
 import re
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -24,11 +25,14 @@ from gpt_parity.backends import load_backend
 from gpt_parity.config import CHECKPOINT, VALIDATION, TrainConfig
 from gpt_parity.corpus import CharDataset
 from gpt_parity.interrupts import Stop, StopBetweenSteps
+from gpt_parity.precision import Engine
 from gpt_parity.training import GPTTrainer, StepResult, parts_of
 from gpt_parity.weights import named_parameters, set_weights
 
 # A process that waits longer for the others gives up: far more than a step or a save takes.
 PATIENCE = timedelta(seconds=600)
+# How processes exchange tensors of a device; numbers and the like are on the CPU.
+CONNECTIONS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 READY, TOLD = "gpt-parity/ready", "gpt-parity/told"
 # Tenths of a second in which the first process must have found out too.
 PATIENCE_WITH_FIRST = 50
@@ -43,6 +47,7 @@ class Group:
     rank: int = 0
     size: int = 1
     store: Any = field(default=None, repr=False)
+    connection: str = "gloo"
 
     @property
     def leads(self) -> bool:
@@ -62,8 +67,9 @@ class Group:
         while not self.store.check([READY]):
             time.sleep(0.05)
         distributed.init_process_group(
-            "gloo", store=self.store, rank=self.rank, world_size=self.size, timeout=PATIENCE
-        )
+            self.connection, store=self.store, rank=self.rank, world_size=self.size,
+            timeout=PATIENCE,
+        )  # fmt: skip
 
     def largest(self, number: int) -> int:
         """The largest of the processes' numbers; all have to ask."""
@@ -139,7 +145,7 @@ def joined(config: TrainConfig) -> Iterator[Group]:
 
     store, rank, size = next(distributed.rendezvous("env://", timeout=PATIENCE))
     try:
-        yield Group(rank, size, store)
+        yield Group(rank, size, store, CONNECTIONS[config.device])
     finally:
         if distributed.is_initialized():
             distributed.destroy_process_group()
@@ -163,7 +169,7 @@ class DistributedTrainer(GPTTrainer):
     ) -> None:
         super().__init__(
             trainer.model, trainer.loss_fn, trainer.optimizer, trainer.max_norm,
-            accumulate=trainer.accumulate,
+            accumulate=trainer.accumulate, engine=trainer.engine,
         )  # fmt: skip
         self.steps, self.group, self.again = trainer.steps, group, again
         self.shard = again is not None
@@ -172,15 +178,22 @@ class DistributedTrainer(GPTTrainer):
         else:
             from torch.nn.parallel import DistributedDataParallel
 
-            self.engine = DistributedDataParallel(self.model)
+            self.exchanged = DistributedDataParallel(self.engine.module)
+            self.engine = self.engine.wrapped(self.exchanged)
 
     def _shard(self) -> None:
+        from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
 
         state = self.optimizer.state()
+        device = next(self.model.parameters()).device.type
+        mesh = init_device_mesh(device, (self.group.size,))
         for transformer in self.model.transformers:
-            fully_shard(transformer)
-        self.engine = fully_shard(self.model)
+            fully_shard(transformer, mesh=mesh)
+        fully_shard(self.model, mesh=mesh)
+        self.engine = Engine(self.model, self.engine.precision, self.engine.compile)
+        # Nothing here writes into what a block returns, which in bfloat16 is a view.
+        warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view", UserWarning)
         old = self.optimizer.optimizer.defaults
         self.optimizer = type(self.optimizer)(
             self.model.parameters(), self.optimizer.lr, old["betas"], old["eps"],
@@ -225,7 +238,7 @@ class DistributedTrainer(GPTTrainer):
         if self.shard:
             self.model.set_requires_gradient_sync(last)
             return nullcontext()
-        return nullcontext() if last else self.engine.no_sync()
+        return nullcontext() if last else self.exchanged.no_sync()
 
     def _first_non_finite(self, tokens: np.ndarray, targets: np.ndarray) -> str:
         return "" if self.shard else super()._first_non_finite(tokens, targets)

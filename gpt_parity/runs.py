@@ -148,6 +148,8 @@ def resumed(config: TrainConfig) -> tuple[TrainConfig, Checkpoint]:
     before = TrainConfig.from_recipe(checkpoint.run.recipe, out=folder)
     for name in sorted(config.given - CHANGEABLE - {"resume", "overwrite"}):
         mine, theirs = getattr(config, name), getattr(before, name)
+        if name == "precision":  # the same may have been said by dtype
+            mine, theirs = config.arithmetic, before.arithmetic
         same = mine.resolve() == theirs.resolve() if name == "out" else mine == theirs
         if not same:
             raise ValueError(

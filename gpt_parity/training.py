@@ -15,8 +15,10 @@ from gpt_parity.backends import backend_of, build_model, load_backend
 from gpt_parity.bpe import BytePairTokenizer
 from gpt_parity.config import GPTConfig, TrainConfig
 from gpt_parity.corpus import CharDataset, CharTokenizer
+from gpt_parity.precision import Engine, placed, require_machine
 from gpt_parity.sampling import sample
 from gpt_parity.schedule import require_integer
+from gpt_parity.tensors import as_array
 from numpy_impl.parallel import BatchParts
 
 
@@ -35,17 +37,19 @@ class GPTTrainer:
     model splits each batch among so many, see `BatchParts`; PyTorch has a switch of its own.
     accumulate: a batch goes through the model in so many parts, one after the other, whose
     gradients are added up; by their numbers of tokens, so that parts of unequal size count as they
-    do in one batch. `steps` counts the finished training steps.
+    do in one batch. engine: what computes the logits in training and testing, by default the model
+    itself. `steps` counts the finished training steps.
     """
 
     def __init__(
         self, model: Any, loss_fn: Any, optimizer: Any, max_norm: float = 1.0, *, threads: int = 1,
-        accumulate: int = 1,
+        accumulate: int = 1, engine: Engine | None = None,
     ) -> None:  # fmt: skip
         require_integer("threads", threads, 1)
         self.model, self.loss_fn, self.optimizer = model, loss_fn, optimizer
         self.max_norm = max_norm
         self.accumulate = require_integer("accumulate", accumulate, 1)
+        self.engine = engine or Engine(model)
         self.steps = 0
         self.parts = BatchParts(threads) if backend_of(model) == "numpy" else None
 
@@ -56,7 +60,8 @@ class GPTTrainer:
         step (the first is 1) and the first tensor that is not finite, before any weight or moment
         has changed.
         """
-        with np.errstate(over="ignore", invalid="ignore"):  # judged at the loss and the norm
+        overflow_is_judged_later = np.errstate(over="ignore", invalid="ignore")
+        with overflow_is_judged_later, self.engine.switched():
             self.optimizer.zero_grad()
             try:
                 value = self._backward(tokens, targets)
@@ -78,7 +83,7 @@ class GPTTrainer:
         """The loss, whose gradient has been added to the parameters; FloatingPointError for NaN."""
 
         def loss_of(tokens: np.ndarray, targets: np.ndarray) -> Any:
-            loss = self.loss_fn(self.model(tokens), targets)
+            loss = self.loss_fn(self.engine(tokens), targets)
             if not math.isfinite(loss.item()):
                 raise FloatingPointError(f"loss: got {loss.item()}, needed a finite number")
             return loss
@@ -152,8 +157,8 @@ class GPTTrainer:
         """
         predictions, losses, count = [], [], 0
         for number, (tokens, targets) in enumerate(dataset.batches("test"), start=1):
-            with inference(self.model):
-                logits = self.model(tokens)
+            with inference(self.model), self.engine.switched():
+                logits = self.engine(tokens)
                 loss = self.loss_fn(logits, targets).item()
             if not math.isfinite(loss):
                 raise FloatingPointError(
@@ -200,18 +205,21 @@ def new_trainer(
 ) -> GPTTrainer:
     """A trainer with a new model, as `config` describes them."""
     backend = load_backend(config.backend)
+    if config.backend == "torch":
+        require_machine(config.precision, config.device, config.compile)
     model_config.require_memory(
         config.dtype, training=True, batch_size=config.batch_size, length=config.context_size
     )
     model = build_model(
         config.backend, model_config, config.seed, config.dtype, allow_leak=allow_leak
     )
+    model = placed(model, config.device)
     optimizer = backend.AdamWOptimizer(
         model.parameters(), config.learning_rate, config.betas, config.eps, config.weight_decay
     )
     return GPTTrainer(
         model, backend.GPTLoss(), optimizer, config.max_norm, threads=config.cores,
-        accumulate=config.accumulate,
+        accumulate=config.accumulate, engine=Engine(model, config.precision, config.compile),
     )  # fmt: skip
 
 
@@ -255,11 +263,6 @@ def stream(
             yield token
 
     return tokenizer.decode_stream(tokens())
-
-
-def as_array(tensor: Any) -> np.ndarray:
-    """The values of a tensor of either backend."""
-    return np.asarray(tensor.detach().numpy())
 
 
 @contextmanager

@@ -65,6 +65,8 @@ class Run:
         self.history = [
             {"step": trainer.steps, "backend": config.backend, "threads": config.threads}
             | ({"processes": self.group.size} if self.group.size > 1 else {})
+            | ({"compile": True} if config.compile else {})
+            | ({"device": config.device} if config.device != "cpu" else {})
             | versions
         ]
         self.metrics: Metrics | None = None
@@ -156,9 +158,15 @@ class Run:
                 "it goes on without them"
             )
         print(
-            f"{self.config.backend} {self.config.dtype}, {self.total} steps{goes_on}, run in "
+            f"{self._engine_line()}, {self.total} steps{goes_on}, run in "
             f"{self.folder}", flush=True,
         )  # fmt: skip
+
+    def _engine_line(self) -> str:
+        config = self.config
+        compiled = " compiled" if config.compile else ""
+        place = f" on {config.device}" if config.device != "cpu" else ""
+        return f"{config.backend} {config.arithmetic}{compiled}{place}"
 
     def after_step(self, step: int, result: StepResult) -> None:
         if self.config.anomaly:
@@ -257,7 +265,7 @@ class Run:
             losses = self.metrics.losses(event)
             if losses:
                 axes.plot(*zip(*losses, strict=True), style, markersize=4, label=label)
-        axes.set(xlabel="step", ylabel="loss", title=f"{self.config.backend} {self.config.dtype}")
+        axes.set(xlabel="step", ylabel="loss", title=self._engine_line())
         axes.grid(alpha=0.3)
         if axes.lines:  # somebody may have removed the metrics
             axes.legend()

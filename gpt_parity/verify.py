@@ -17,6 +17,7 @@ from gpt_parity.backends import build_model, load_backend, thread_limit
 from gpt_parity.checkpoint import Checkpoint, load_checkpoint
 from gpt_parity.config import GPTConfig, TrainConfig, VerifyConfig
 from gpt_parity.corpus import CharDataset, CharTokenizer, Corpus, read_corpus
+from gpt_parity.oracle.arithmetic import Arithmetic, one_pass, show_slips_in
 from gpt_parity.oracle.compare import Report, compare_traces
 from gpt_parity.oracle.complex_step import Vote, complex_step_votes
 from gpt_parity.oracle.hops import hopping_float64, steps_of
@@ -33,6 +34,7 @@ from gpt_parity.oracle.rounding import FLOAT32, FLOAT64, Unit
 from gpt_parity.oracle.slips import Sighting, show_slips
 from gpt_parity.oracle.tolerance import Tolerances, model_tolerances
 from gpt_parity.oracle.trace import Trace, trace
+from gpt_parity.precision import require_machine
 from gpt_parity.schedule import WarmupCosineScheduler
 from gpt_parity.token_dataset import TokenDataset
 from gpt_parity.weights import get_weights, set_weights
@@ -60,8 +62,11 @@ def verify(
 
     `on_pass` is called with what is known before training; a difference there ends the run, since
     training on it would say nothing new. Raises ValueError for a text or checkpoint that does not
-    do, MissingBackendError without PyTorch.
+    do and for an arithmetic that this machine has not, MissingBackendError without PyTorch.
     """
+    if config.arithmetic is not None:
+        load_backend("torch")
+        require_machine(config.arithmetic, config.device, config.compile)
     subject = subject_of(config)
     setting = lockstep_setting(config.steps, subject)
 
@@ -246,4 +251,11 @@ def _verification(config: VerifyConfig, subject: Subject) -> Verification:
             votes = complex_step_votes(
                 complex_model, loss_fn, tokens, targets, clean, candidate, allowed
             )
-    return Verification(subject.config, subject.corpus, config, slips, reports, votes, [])
+    result = Verification(subject.config, subject.corpus, config, slips, reports, votes, [])
+    if config.arithmetic is None or not result.ok:
+        return result
+    arithmetic = Arithmetic(config.arithmetic, config.compile, config.device)
+    unit = arithmetic.unit
+    slips[arithmetic.name] = show_slips_in(*_plain_case(type(subject.config), unit), unit)
+    report = one_pass(arithmetic, subject.config, subject.weights, tokens, targets)
+    return replace(result, arithmetic={arithmetic.name: report})

@@ -39,9 +39,17 @@ def tril(x: Tensor, value: float) -> Tensor:
     return _select(x, _triangle(*x.shape[-2:]), value)
 
 
-@functools.lru_cache(maxsize=8)
 def _triangle(rows: int, columns: int) -> Tensor:
+    # A compiled graph has constants of its own, and does not look into a cache.
+    triangle = _new_triangle if torch.compiler.is_compiling() else _kept_triangle
+    return triangle(rows, columns)
+
+
+def _new_triangle(rows: int, columns: int) -> Tensor:
     return torch.tril(torch.ones(rows, columns, dtype=torch.bool, device="cpu"))
+
+
+_kept_triangle = functools.lru_cache(maxsize=8)(_new_triangle)
 
 
 def _select(x: Tensor, keep: Tensor, value: float) -> Tensor:
@@ -49,7 +57,7 @@ def _select(x: Tensor, keep: Tensor, value: float) -> Tensor:
     if math.isfinite(value):
         value = max(value, torch.finfo(x.dtype).min)
         value = min(value, torch.finfo(x.dtype).max)
-    return x.masked_fill(~keep, value)
+    return x.masked_fill(~keep.to(x.device), value)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -79,7 +87,13 @@ def embedding(table: Tensor, ids: Any) -> Tensor:
 
     Raises TypeError for ids that are not integers, ValueError for ids outside 0..V-1.
     """
-    return F.embedding(check_ids("ids", ids, table.shape[0]), table)
+    return F.embedding(_row_ids(ids, table.device, table.shape[0]), table)
+
+
+def _row_ids(ids: Any, device: torch.device, size: int) -> Tensor:
+    if torch.compiler.is_compiling():  # a graph cannot depend on values: whoever runs it checks
+        return torch.as_tensor(ids, dtype=torch.int64, device=device)
+    return check_ids("ids", ids, size).to(device)
 
 
 def cross_entropy(logits: Tensor, targets: Any) -> Tensor:
@@ -89,7 +103,7 @@ def cross_entropy(logits: Tensor, targets: Any) -> Tensor:
     and -100 included), for a shape that does not match, and for no rows.
     """
     vocab_size = logits.shape[-1]
-    targets = check_ids("targets", targets, vocab_size)
+    targets = check_ids("targets", targets, vocab_size).to(logits.device)
     if targets.shape != logits.shape[:-1] or targets.numel() == 0:
         raise ValueError(
             f"cross_entropy: got targets {tuple(targets.shape)} for logits {tuple(logits.shape)}, "
@@ -120,9 +134,14 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return self_attention(q, k, v, np.tri(q.shape[-2], k.shape[-2], dtype=bool))
 
 
+def _on_host(x: Any) -> np.ndarray:
+    """An array, or a tensor of whatever device, as an array."""
+    return x.detach().cpu().numpy() if isinstance(x, Tensor) else np.asarray(x)
+
+
 def check_ids(name: str, ids: Any, size: int) -> Tensor:
     """`ids` as a private int64 tensor, after checking on the array that all lie in 0..size-1."""
-    ids = np.asarray(ids)
+    ids = _on_host(ids)
     if ids.dtype.kind not in ("i", "u"):
         raise TypeError(f"{name}: got dtype {ids.dtype}, needed integers")
     bad = ids[(ids < 0) | (ids >= size)]
@@ -140,7 +159,7 @@ def _check_attention_shapes(q: Any, k: Any, v: Any) -> None:
 
 
 def _check_mask(mask: Any, shape: tuple[int, ...]) -> Tensor:
-    mask = np.asarray(mask)
+    mask = _on_host(mask)
     integers = mask.dtype.kind in ("i", "u")
     if mask.dtype != bool and not (integers and np.isin(mask, (0, 1)).all()):
         raise TypeError(f"mask: got dtype {mask.dtype}, needed booleans (true: may attend)")

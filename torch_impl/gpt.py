@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from torch_impl.functional import _on_host
 from torch_impl.layers import GELU, Embedding, Linear, Softmax, Tril
 
 
@@ -138,7 +139,7 @@ class GPT(nn.Module):
     def predict(self, tokens: np.ndarray) -> np.ndarray:
         """The logits as an array, without recording a graph."""
         with torch.no_grad():
-            return self(tokens).numpy()
+            return _on_host(self(tokens))
 
     def predict_next(
         self, tokens: np.ndarray, past: list[Tensor] | None = None
@@ -170,7 +171,7 @@ class GPT(nn.Module):
                 for transformer, earlier in zip(self.transformers, past, strict=True):
                     inputs.append(torch.cat((earlier, x), dim=1))  # (B, T, E)
                     x = transformer.last(inputs[-1], x)
-            return self.output(x)[:, 0].numpy(), inputs
+            return _on_host(self.output(x)[:, 0]), inputs
 
 
 def check_sizes(**sizes: int) -> None:
@@ -194,7 +195,9 @@ def check_mask_value(mask_value: float, dtype: torch.dtype, allow_leak: bool) ->
 
 def check_tokens(tokens: np.ndarray, vocab_size: int, context_size: int) -> np.ndarray:
     """`tokens` as (B, T) integers in 0..vocab_size-1 with 1 <= T <= context_size, or an error."""
-    tokens = np.asarray(tokens)
+    if torch.compiler.is_compiling():  # a graph cannot depend on values: whoever runs it checks
+        return tokens
+    tokens = _on_host(tokens)
     if tokens.dtype.kind not in ("i", "u"):
         raise TypeError(f"tokens: got dtype {tokens.dtype}, needed integers")
     if tokens.ndim != 2 or tokens.size == 0:

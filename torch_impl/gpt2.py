@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from torch_impl.functional import linear
+from torch_impl.functional import _on_host, linear
 from torch_impl.gpt import (
     GPTEmbedding,
     GPTFeedForward,
@@ -145,7 +145,7 @@ class GPT2(nn.Module):
     def predict(self, tokens: np.ndarray) -> np.ndarray:
         """The logits as an array, without recording a graph."""
         with torch.no_grad():
-            return self(tokens).numpy()
+            return _on_host(self(tokens))
 
     def predict_next(
         self, tokens: np.ndarray, past: list[Tensor] | None = None
@@ -172,4 +172,4 @@ class GPT2(nn.Module):
             for transformer, before in zip(self.transformers, earlier, strict=True):
                 x, found = transformer.following(x, before)
                 present.append(found)
-            return self.logits(x[:, -1:])[:, 0].numpy(), present
+            return _on_host(self.logits(x[:, -1:])[:, 0]), present

@@ -83,7 +83,7 @@ class AdamWOptimizer:
 
         def parts(name: str) -> list[Any]:
             return [
-                _whole(s.get(name, torch.zeros_like(p)).detach()).numpy().copy()
+                _whole(s.get(name, torch.zeros_like(p)).detach()).cpu().numpy().copy()
                 for p, s in zip(self.parameters, states, strict=True)
             ]
 
@@ -101,7 +101,7 @@ class AdamWOptimizer:
         check_state(state, [tuple(p.shape) for p in self.parameters])
         for i, p in enumerate(self.parameters):
             self.optimizer.state[p] = {
-                "step": torch.tensor(float(state["steps"][i])),
+                "step": torch.tensor(float(state["steps"][i]), device=p.device),
                 "exp_avg": _like(p, torch.tensor(state["exp_avg"][i], dtype=p.dtype)),
                 "exp_avg_sq": _like(p, torch.tensor(state["exp_avg_sq"][i], dtype=p.dtype)),
             }
@@ -113,7 +113,8 @@ def _whole(x: Tensor) -> Tensor:
 
 
 def _like(p: Tensor, x: Tensor) -> Tensor:
-    """x divided among processes as the parameter is."""
+    """x where the parameter is: on its device, and divided among processes as it is."""
+    x = x.to(p.device)
     if not hasattr(p, "full_tensor"):
         return x
     from torch.distributed.tensor import distribute_tensor  # takes a second to import

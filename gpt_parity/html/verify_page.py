@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from gpt_parity.html.check_page import origin
 from gpt_parity.html.curves import curves
 from gpt_parity.html.flow import flow
@@ -28,7 +30,9 @@ def verify_page(verification: Verification) -> bytes:
     return page(
         f"{'PASS' if v.ok else 'FAIL'} · gpt-parity verify", "gpt-parity verify",
         paragraph(v.verdict(), "verdict" if v.ok else '"verdict fail"'),
-        section("compared", "What was compared", facts(_compared(v)), _slips(v)),
+        section(
+            "compared", "What was compared", facts(_compared(v)), _slips(v), *_arithmetic(v)
+        ),
         section("lockstep", "Training in lockstep", _worst(v), *(
             curves(f"curve-{i}", outcome) for i, outcome in enumerate(v.lockstep)
         )),
@@ -58,6 +62,13 @@ def _compared(v: Verification) -> dict[str, object]:
         "text": f"{corpus.name}, {corpus.size}, sha256 {corpus.sha256[:16]}",
         "training": training,
     }
+
+
+def _arithmetic(v: Verification) -> list[str]:
+    """What was found of the pass in another arithmetic."""
+    return [
+        bullets(list(replace(report, title=name).lines())) for name, report in v.arithmetic.items()
+    ]
 
 
 def _slips(v: Verification) -> str:

@@ -68,7 +68,7 @@ class ClippedFirst(DistributedTrainer):
     def _backward(self, tokens: np.ndarray, targets: np.ndarray) -> float:
         from torch import distributed
 
-        with self.engine.no_sync():
+        with self.exchanged.no_sync():
             total = super()._backward(tokens, targets)
         self.optimizer.clip_grad_norm(self.max_norm)
         for parameter in self.optimizer.parameters:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from rich import box
@@ -28,7 +29,10 @@ PROCESSES = "processes"
 
 @dataclass(frozen=True)
 class Verification:
-    """All that `verify` measured. `reports` are by (backend, dtype), `slips` by dtype."""
+    """All that `verify` measured. `reports` are by (backend, dtype), `slips` by dtype.
+
+    `arithmetic` holds the judgement of a pass in another arithmetic by what computed it.
+    """
 
     model: GPTConfig
     corpus: Corpus
@@ -37,6 +41,7 @@ class Verification:
     reports: dict[tuple[str, str], Report]
     votes: list[Vote]
     lockstep: list[Outcome]
+    arithmetic: Mapping[str, Report] = field(default_factory=dict)
 
     @property
     def sees_slips(self) -> bool:
@@ -49,6 +54,7 @@ class Verification:
             and all(report.ok and report.complete for report in self.reports.values())
             and all(vote.closure <= 1.0 and vote.autograd <= 1.0 for vote in self.votes)
             and all(outcome.ok for outcome in self.lockstep)
+            and all(report.ok for report in self.arithmetic.values())
         )
 
     def meaning(self) -> str:
@@ -86,6 +92,7 @@ class Verification:
                 )
             if self.config.processes > 1:
                 training += f", and in training in {self.config.processes} processes"
+            training += "".join(f", and one pass in {name}" for name in self.arithmetic)
             return (
                 f"PASS: numpy_impl and torch_impl agree in {tensors} tensors of one pass in "
                 f"float64 and float32{training}; worst {worst.ratio:.3f} of tolerance "
@@ -104,6 +111,12 @@ class Verification:
                     f"FAIL: {backend} {dtype} cannot be judged in {unjudged.kind} {unjudged.name} "
                     "and others: with these weights rounding alone may choose the winner of a "
                     "softmax."
+                )
+        for name, report in self.arithmetic.items():
+            if report.first is not None:
+                return (
+                    f"FAIL: {name} first leaves the tolerance at {report.first.name}, "
+                    f"{report.first.describe()}."
                 )
         if worst.ok:
             return f"FAIL: {self.meaning()}."
@@ -125,6 +138,9 @@ class Verification:
         for dtype, sightings in self.slips.items():
             _print_slips(console, dtype, sightings)
         console.print(self._tensor_table())
+        for name, report in self.arithmetic.items():
+            for line in replace(report, title=name).lines():
+                _line(console, line)
 
     def print_verdict(self, console: Console) -> None:
         """The table of training, the verdict, and what it was measured with."""
@@ -208,6 +224,11 @@ class Verification:
             "lockstep": [
                 {"backend": who, "dtype": o.dtype, "steps": o.steps, "step": step, **_judgement(j)}
                 for o in self.lockstep for who, q in o.worst.items() for j, step in q.values()
+            ],
+            "arithmetic": [
+                {"engine": name, "dtype": report.title, "notes": list(report.notes),
+                 "tensors": [_judgement(j) for j in report.judgements]}
+                for name, report in self.arithmetic.items()
             ],
             "provenance": provenance(),
         }  # fmt: skip

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from gpt_parity.tensors import as_array
 from numpy_impl.tape import Observer, observe
 
 
@@ -133,4 +134,4 @@ def _gradient(tensor: Any) -> np.ndarray:
 
 def _array(tensor: Any) -> np.ndarray:
     """A private copy of an array or of either backend's tensor."""
-    return np.array(tensor if isinstance(tensor, np.ndarray) else tensor.detach().numpy())
+    return np.array(as_array(tensor))
