@@ -265,15 +265,25 @@ def run_app(app: App, argv: Sequence[str] | None = None) -> int:
         return result if isinstance(result, int) else 0
     except BrokenPipeError:
         discard(sys.stdout)
+        _first_to_tell()
         return 128 + 13
     except USER_ERRORS as error:
         message = " ".join(str(error).split()) or type(error).__name__
-        say(f"gpt-parity: error: {message}")
+        if _first_to_tell():
+            say(f"gpt-parity: error: {message}")
         return 2
     except KeyboardInterrupt:
         return 130
     except SystemExit as error:
         return error.code if isinstance(error.code, int) else 0
+
+
+def _first_to_tell() -> bool:
+    if "RANK" not in os.environ:  # torchrun is not about, and the import takes time
+        return True
+    from gpt_parity.distributed import first_to_tell
+
+    return first_to_tell()
 
 
 @contextmanager
@@ -290,7 +300,8 @@ def _terminated_by_sigterm() -> Iterator[None]:
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        if signal.getsignal(signal.SIGTERM) is handler:  # nobody has set another meanwhile
+            signal.signal(signal.SIGTERM, before)
 
 
 @contextmanager

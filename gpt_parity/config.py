@@ -47,7 +47,7 @@ DEVICES: tuple[Device, ...] = ("cpu", "cuda")
 VALIDATION, CHECKPOINT = "validation", "checkpoint"
 
 # Fields of TrainConfig that say where a run is, not what it computes.
-PLACES = frozenset({"data", "out", "overwrite", "resume", "anomaly"})
+PLACES = frozenset({"data", "out", "overwrite", "resume", "anomaly", "shard"})
 # Those that a run which goes on may change.
 CHANGEABLE = frozenset(
     {
@@ -59,11 +59,8 @@ CHANGEABLE = frozenset(
 
 # Fields that came later: a recipe without one of them means the default.
 LATER = frozenset(
-    {
-        "model", "preset", "heads", "windows", "accumulate", "shard", "precision", "compile",
-        "device",
-    }
-)  # fmt: skip
+    {"model", "preset", "heads", "windows", "accumulate", "precision", "compile", "device"}
+)
 
 # Sizes and recipes of GPT-2 by name; what is given explicitly goes before them.
 GPT2_PRESETS: dict[str, dict[str, Any]] = {
@@ -240,6 +237,11 @@ class TrainConfig:
     def arithmetic(self) -> Precision:
         """`precision`, or else that of the dtype."""
         return self.precision or self.dtype
+
+    def require_shards(self) -> None:
+        """Raise ValueError for shards in a backend that has none."""
+        if self.shard and self.backend != "torch":
+            raise ValueError("shard is set, which only --backend torch can")
 
     def _apply_preset(self) -> None:
         known = tuple(GPT2_PRESETS)

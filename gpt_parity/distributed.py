@@ -8,13 +8,17 @@ the batch, however the rows divide. A process without rows takes part with a wei
 
 from __future__ import annotations
 
+import functools
+import json
 import math
 import os
 import re
+import signal
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -33,7 +37,7 @@ from gpt_parity.weights import named_parameters, set_weights
 PATIENCE = timedelta(seconds=600)
 # How processes exchange tensors of a device; numbers and the like are on the CPU.
 CONNECTIONS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
-READY, TOLD = "gpt-parity/ready", "gpt-parity/told"
+READY, TOLD, JOB = "gpt-parity/ready", "gpt-parity/told", "gpt-parity/job"
 # Tenths of a second in which the first process must have found out too.
 PATIENCE_WITH_FIRST = 50
 # What PyTorch's RuntimeErrors say where a connection breaks or nobody answers.
@@ -53,23 +57,48 @@ class Group:
     def leads(self) -> bool:
         return self.rank == 0
 
-    def start(self) -> None:
-        """Connect the processes, once the first one has all that it needs.
+    @property
+    def neighbours(self) -> int:
+        """The processes on this machine, which share its cores."""
+        return int(os.environ.get("LOCAL_WORLD_SIZE", self.size)) if self.store is not None else 1
 
-        Those that wait listen to signals meanwhile: the first one may have ended with an error.
+    def start(self, job: dict[str, Any] | None = None) -> None:
+        """Connect the processes, once each has all that it needs.
+
+        Those that wait listen to signals meanwhile, and to what the others tell. Raises ValueError
+        where `job`, what it is that they train, is not that of the first process.
         """
         if self.store is None:
             return
         from torch import distributed
 
-        if self.leads:
-            self.store.set(READY, "yes")
-        while not self.store.check([READY]):
+        with self.exchange():
+            if self.leads:
+                self.store.set(JOB, json.dumps(job))
+            self._wait_until(lambda: self.store.check([JOB]))
+            mine, first = json.loads(json.dumps(job)), json.loads(self.store.get(JOB))
+            differing = [name for name in mine or () if mine[name] != first[name]]
+            if differing:
+                raise ValueError(
+                    f"process {self.rank} has another {differing[0]} than process 0, the same in "
+                    "all is needed"
+                )
+            self.store.add(READY, 1)
+            self._wait_until(lambda: self.store.add(READY, 0) == self.size)
+            distributed.init_process_group(
+                self.connection, store=self.store, rank=self.rank, world_size=self.size,
+                timeout=PATIENCE,
+            )  # fmt: skip
+
+    def _wait_until(self, ready: Callable[[], bool]) -> None:
+        while not ready():
+            if self.store.check([TOLD]):
+                raise LostProcessError(f"one of the {self.size} processes cannot start")
             time.sleep(0.05)
-        distributed.init_process_group(
-            self.connection, store=self.store, rank=self.rank, world_size=self.size,
-            timeout=PATIENCE,
-        )  # fmt: skip
+
+    def meet(self) -> None:
+        """Wait until all processes have come to this line."""
+        self.largest(0)
 
     def largest(self, number: int) -> int:
         """The largest of the processes' numbers; all have to ask."""
@@ -78,18 +107,6 @@ class Group:
     def sum(self, number: float) -> float:
         """The sum of the processes' numbers; all have to ask."""
         return self._reduced(number, "SUM") if self.size > 1 else number
-
-    def told(self) -> None:
-        """The first process says what went wrong; the others need not."""
-        self.store.add(TOLD, 1)
-
-    def must_tell(self) -> bool:
-        """Whether this process has to say it, since the first one is gone and no other has."""
-        for _ in range(PATIENCE_WITH_FIRST):
-            if self.store.check([TOLD]):
-                return False
-            time.sleep(0.1)
-        return self.store.add(TOLD, 1) == 1
 
     def _reduced(self, number: float, how: str) -> float:
         import torch
@@ -108,6 +125,7 @@ class Group:
         except RuntimeError as error:
             if not BROKEN.search(str(error)):
                 raise
+            _deafen()
             raise LostProcessError(
                 f"one of the {self.size} processes has ended or does not answer"
             ) from error
@@ -116,9 +134,47 @@ class Group:
 ALONE = Group()
 
 
+def _deafen() -> None:
+    """torchrun ends those that are left, which have something to save and to say first."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
 def size_of_job() -> int:
     """How many processes torchrun started, 1 where it did not."""
     return int(os.environ.get("WORLD_SIZE", "1")) if "RANK" in os.environ else 1
+
+
+@functools.cache
+def _rendezvous() -> tuple[Any, int, int]:
+    """Where the processes of the job leave notes for each other; rank and size."""
+    from torch import distributed
+
+    try:
+        return next(distributed.rendezvous("env://", timeout=PATIENCE))
+    except RuntimeError as error:
+        raise LostProcessError(f"the processes do not find each other: {error}") from error
+
+
+def first_to_tell() -> bool:
+    """Whether this process is to say what went wrong, since no other of the job has.
+
+    The first process goes before the others, which wait for it some seconds.
+    """
+    return size_of_job() == 1 or _first_to_tell()
+
+
+@functools.cache
+def _first_to_tell() -> bool:
+    _deafen()
+    with suppress(ImportError, ValueError, LostProcessError, RuntimeError):
+        store, rank, _ = _rendezvous()
+        for _ in range(PATIENCE_WITH_FIRST if rank else 0):
+            if store.check([TOLD]):
+                return False
+            time.sleep(0.1)
+        return store.add(TOLD, 1) == 1
+    return os.environ["RANK"] == "0"  # nobody to ask
 
 
 @contextmanager
@@ -129,6 +185,7 @@ def joined(config: TrainConfig) -> Iterator[Group]:
     backend than torch, for shards without torchrun, and for `anomaly` in several processes.
     """
     started, size = "RANK" in os.environ, size_of_job()
+    config.require_shards()
     if config.backend != "torch" and size > 1:
         raise ValueError(
             f"backend is {config.backend}, which trains in one process; torchrun started {size}"
@@ -139,13 +196,16 @@ def joined(config: TrainConfig) -> Iterator[Group]:
         yield ALONE
         return
     if config.anomaly:
-        raise ValueError(f"anomaly is set, which needs one process; torchrun started {size}")
+        raise ValueError("anomaly is set, which needs one process, without shards")
     load_backend("torch")
     from torch import distributed
 
-    store, rank, size = next(distributed.rendezvous("env://", timeout=PATIENCE))
+    store, rank, size = _rendezvous()
     try:
         yield Group(rank, size, store, CONNECTIONS[config.device])
+    except Exception:
+        first_to_tell()  # before the others see the connection break
+        raise
     finally:
         if distributed.is_initialized():
             distributed.destroy_process_group()
@@ -178,22 +238,24 @@ class DistributedTrainer(GPTTrainer):
         else:
             from torch.nn.parallel import DistributedDataParallel
 
-            self.exchanged = DistributedDataParallel(self.engine.module)
+            with group.exchange():
+                self.exchanged = DistributedDataParallel(self.engine.module)
             self.engine = self.engine.wrapped(self.exchanged)
 
     def _shard(self) -> None:
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
 
+        # The models change nothing in place, which is what it warns of.
+        warnings.filterwarnings("ignore", "FSDP2-wrapped module", UserWarning)
         state = self.optimizer.state()
         device = next(self.model.parameters()).device.type
-        mesh = init_device_mesh(device, (self.group.size,))
-        for transformer in self.model.transformers:
-            fully_shard(transformer, mesh=mesh)
-        fully_shard(self.model, mesh=mesh)
+        with self.group.exchange():
+            mesh = init_device_mesh(device, (self.group.size,))
+            for transformer in self.model.transformers:
+                fully_shard(transformer, mesh=mesh)
+            fully_shard(self.model, mesh=mesh)
         self.engine = Engine(self.model, self.engine.precision, self.engine.compile)
-        # Nothing here writes into what a block returns, which in bfloat16 is a view.
-        warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view", UserWarning)
         old = self.optimizer.optimizer.defaults
         self.optimizer = type(self.optimizer)(
             self.model.parameters(), self.optimizer.lr, old["betas"], old["eps"],
@@ -224,6 +286,13 @@ class DistributedTrainer(GPTTrainer):
         if not math.isfinite(total):  # in all processes, so that none waits for the others
             raise FloatingPointError(f"loss: got {total}, needed a finite number")
         return total
+
+    def test(
+        self, dataset: CharDataset, *, on_batch: Callable[[int], None] | None = None
+    ) -> tuple[np.ndarray, float]:
+        """As `GPTTrainer.test`, in all processes; raises LostProcessError."""
+        with self.group.exchange():  # of shards
+            return super().test(dataset, on_batch=on_batch)
 
     def rows(self, batch: int) -> slice:
         """The rows of a batch that this process takes."""
@@ -308,7 +377,11 @@ class Follower:
             trainer.whole()  # for the sample
         except Stop as signal_seen:
             self.save()
+            trainer.group.meet()  # the first one has written it: torchrun ends it after this one
             return 128 + signal_seen.number
+        except LostProcessError as error:
+            goes_on = f"; go on from the last checkpoint with --resume {config.run_folder}"
+            raise LostProcessError(f"{error}{goes_on}") from error
         return 0
 
     def after_step(self, step: int, _: object) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import signal
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
@@ -42,8 +44,22 @@ class StopBetweenSteps:
 
     def __exit__(self, *exception: object) -> None:
         for number, handler in self.before.items():
-            signal.signal(number, handler)
+            if signal.getsignal(number) == self._receive:  # nobody has set another meanwhile
+                signal.signal(number, handler)
 
     def check(self) -> None:
         if self.received is not None:
             raise Stop(self.received)
+
+
+@contextmanager
+def interrupts_ignored() -> Iterator[None]:
+    """A process started in the block leaves Ctrl-C to this one, which ends it."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -20,7 +20,6 @@ from gpt_parity.distributed import (
     DistributedTrainer,
     Follower,
     Group,
-    LostProcessError,
     joined,
 )
 from gpt_parity.run_folder import CONFIG_NAME, earlier_checkpoints, existing_folder, new_folder
@@ -35,38 +34,19 @@ def train(config: TrainConfig) -> int:
 
     128 + number after a signal. Raises, before the folder of the run is touched, ValueError for a
     text, a checkpoint or a configuration that does not do; OSError for what cannot be written;
-    FloatingPointError when training diverges. The last checkpoint stays, whatever happens. Of
-    several processes the first one alone raises.
+    FloatingPointError when training diverges. The last checkpoint stays, whatever happens. Several
+    processes raise each for itself, see `first_to_tell`.
     """
-    try:
-        return _join(config)
-    except (ValueError, TypeError, OSError, FloatingPointError, MemoryError, ImportError):
-        if os.environ.get("RANK", "0") == "0":
-            raise
-        return 2
-
-
-def _join(config: TrainConfig) -> int:
     checkpoint = None
     if config.resume is not None:
         config, checkpoint = resumed(config)
     with joined(config) as group:
-        # What is chosen here stands in config.json.
-        config = replace(config, threads=max(1, config.cores // group.size))
+        config = replace(config, threads=config.cores)  # what is chosen here stands in config.json
+        threads = max(1, config.cores // group.neighbours)
         # NumPy splits the batch instead, see GPTTrainer.
-        with thread_limit(1 if config.backend == "numpy" else config.threads, config.backend):
+        with thread_limit(1 if config.backend == "numpy" else threads, config.backend):
             keep_freed_memory()
-            try:
-                return _train(config, checkpoint, group)
-            except LostProcessError as error:
-                if group.leads:
-                    group.told()
-                elif group.must_tell():
-                    say(
-                        f"gpt-parity: error: {error}, the first one among them, which saves; go "
-                        f"on from its last checkpoint with --resume {config.run_folder}"
-                    )
-                raise
+            return _train(config, checkpoint, group)
 
 
 def _train(config: TrainConfig, checkpoint: Checkpoint | None, group: Group) -> int:
@@ -91,8 +71,11 @@ def _train(config: TrainConfig, checkpoint: Checkpoint | None, group: Group) -> 
         checkpoint.load_optimizer(trainer.model, trainer.optimizer)
         trainer.steps, sampler = checkpoint.step, checkpoint.run.sample
 
+    recipe = {k: v for k, v in config.recipe.items() if k != "threads"}  # a machine's own
+    recipe["shard"] = config.shard
+    job = {"text": corpus.sha256, "step": trainer.steps, "configuration": recipe}
     if not group.leads:
-        group.start()
+        group.start(job)
         run = Follower(config, dataset, distributed(config, trainer, group), total)
         with run.stop:
             return run.finish()
@@ -101,7 +84,7 @@ def _train(config: TrainConfig, checkpoint: Checkpoint | None, group: Group) -> 
     with opened as stale:
         if checkpoint is not None and load_checkpoint(config.resume).step != checkpoint.step:
             raise ValueError(f"{config.resume}: another process went on with it, start once more")
-        group.start()
+        group.start(job)
         trainer = distributed(config, trainer, group)
         run = Run(config, corpus, dataset, trainer, total, sampler, checkpoint, stale)
         try:

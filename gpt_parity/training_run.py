@@ -6,7 +6,7 @@ import json
 import shlex
 import sys
 from collections.abc import Iterable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +18,7 @@ from gpt_parity.checkpoint import CHECKPOINT_NAME, Checkpoint, TrainingRun, save
 from gpt_parity.config import CHECKPOINT, VALIDATION, GPTConfig, TrainConfig
 from gpt_parity.corpus import CharDataset, Corpus
 from gpt_parity.display import Display, validation_table
-from gpt_parity.distributed import ALONE, LostProcessError, agreed
+from gpt_parity.distributed import ALONE, LostProcessError, agreed, first_to_tell
 from gpt_parity.files import write_atomically
 from gpt_parity.interrupts import Stop, StopBetweenSteps
 from gpt_parity.plots import draw, has_matplotlib
@@ -97,13 +97,18 @@ class Run:
         except BrokenPipeError:
             raise
         except LostProcessError as error:
+            first = first_to_tell()  # before a save, for which the others do not wait
             if not self.config.shard:  # then the weights of the last step are all here
                 self.save()
-            goes_on = f"; go on with: {self._resume_command()}"
-            raise LostProcessError(f"{error}{self._left()}{goes_on}") from error
+            ended = f"{error}{self._left()}; go on with: {self._resume_command()}"
+            if first:
+                raise LostProcessError(ended) from error
+            self.farewell = f"gpt-parity: {ended}"
+            return 2
         except (FloatingPointError, OSError) as error:
             raise type(error)(f"{error}{self._left()}") from error
         except (KeyboardInterrupt, SystemExit):  # a second signal
+            first_to_tell()
             self.farewell = f"gpt-parity: stopped at once{self._left()}"
             raise
 
@@ -124,7 +129,8 @@ class Run:
             self._sample()
             self._draw()
         except BrokenPipeError:
-            self.save()
+            if not self.config.shard:  # for shards the others would have to save too
+                self.save()
             raise
         except Stop as signal_seen:
             self.save()
@@ -132,6 +138,8 @@ class Run:
                 f"gpt-parity: stopped by {signal_seen} after step {trainer.steps} of "
                 f"{self.total}; go on with: {self._resume_command()}"
             )
+            with suppress(LostProcessError):  # at the sample the others are gone
+                self.group.meet()
             return 128 + signal_seen.number
         validations = self.metrics.validations()
         if len(validations) > 1:
@@ -278,10 +286,11 @@ class Run:
             program = ["python", sys.argv[0]]
         elif called.parts[-2:] == ("gpt_parity", "__main__.py"):
             program = ["python", "-m", "gpt_parity", "train"]
+        if self.group.store is not None:
+            program = ["torchrun", "--nproc-per-node", str(self.group.neighbours), sys.argv[0]]
         folder = str(self.folder)
         command = [*program, "--resume", f"./{folder}" if folder.startswith("-") else folder]
-        if self.config.anomaly:
-            command.append("--anomaly")
+        command += [f"--{name}" for name in ("anomaly", "shard") if getattr(self.config, name)]
         data = self.config.data
         if data is not None and portable(str(data)) != str(data):
             command += ["--data", str(data)]

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import multiprocessing
-import signal
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -17,6 +14,7 @@ from gpt_parity.backends import build_model, load_backend, thread_limit
 from gpt_parity.checkpoint import Checkpoint, load_checkpoint
 from gpt_parity.config import GPTConfig, TrainConfig, VerifyConfig
 from gpt_parity.corpus import CharDataset, CharTokenizer, Corpus, read_corpus
+from gpt_parity.interrupts import interrupts_ignored
 from gpt_parity.oracle.arithmetic import Arithmetic, one_pass, show_slips_in
 from gpt_parity.oracle.compare import Report, compare_traces
 from gpt_parity.oracle.complex_step import Vote, complex_step_votes
@@ -99,7 +97,7 @@ def verify(
     context = multiprocessing.get_context("spawn")
     others = set(multiprocessing.active_children())
     with ProcessPoolExecutor(1, mp_context=context) as pool:
-        with _interrupts_ignored():
+        with interrupts_ignored():
             float32 = pool.submit(_common_state_float32, setting)
         workers = set(multiprocessing.active_children()) - others
         try:
@@ -115,19 +113,6 @@ def verify(
             if not float32.done():
                 for process in workers:
                     process.terminate()
-
-
-@contextmanager
-def _interrupts_ignored() -> Iterator[None]:
-    """A process started in the block leaves Ctrl-C to this one, which ends it."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 def _common_state_float32(setting: Setting) -> Outcome:

@@ -22,18 +22,19 @@ from gpt_parity.record import DOCS, record
 from gpt_parity.schedule import require_integer
 from gpt_parity.verify import verify
 from parity_tests.hostile.fuzz import Fuzzer
+from parity_tests.reliability.jobs import killed_among_others
 from parity_tests.reliability.kills import killed_while_saving, killed_while_training
 from parity_tests.reliability.suite import HEADER, Circumstances, run_suite
 
 PAGE = DOCS / "reliability.md"
-Part = Literal["kills", "files", "hops", "suite"]
+Part = Literal["kills", "processes", "files", "hops", "suite"]
 Lines = tuple[bool, str, list[str]]
 
 
 def main(
     parts: Annotated[tuple[Part, ...], Parameter(consume_multiple=True)] = get_args(Part), *,
-    kills: int = 1000, resumes: int = 30, inputs: int = 100_000, hops: int = 20, runs: int = 4,
-    seed: int = 1, write: bool = False,
+    kills: int | None = None, resumes: int = 30, inputs: int = 100_000, hops: int = 20,
+    runs: int = 4, seed: int = 1, write: bool = False,
 ) -> int:  # fmt: skip
     """Kill, damage files, change the backend, and repeat the suite; exit 1 if anything is lost.
 
@@ -44,7 +45,8 @@ def main(
     parts
         What to do.
     kills
-        Processes killed while they save.
+        Processes killed while they save, by default 1000, or among others in training, by default
+        20.
     resumes
         Times that one training run is killed and resumed.
     inputs
@@ -58,12 +60,14 @@ def main(
     write
         Record the results in docs/reliability.md.
     """
-    counts = {"kills": kills, "resumes": resumes, "inputs": inputs, "hops": hops, "runs": runs}
+    saving, training = (1000, 20) if kills is None else (kills, kills)
+    counts = {"kills": saving, "resumes": resumes, "inputs": inputs, "hops": hops, "runs": runs}
     for name, value in counts.items():
         require_integer(name, value, 1)
     require_integer("seed", seed, 0)
     bodies: dict[str, Callable[[], Lines]] = {
-        "kills": lambda: kill(kills, resumes, seed),
+        "kills": lambda: kill(saving, resumes, seed),
+        "processes": lambda: kill_one_of_two(training, seed),
         "files": lambda: damage(inputs, seed),
         "hops": lambda: hop(hops),
         "suite": lambda: repeat(runs, seed),
@@ -90,6 +94,19 @@ def kill(kills: int, resumes: int, seed: int) -> Lines:
         f"- One training run of {training['steps']:,} steps killed {training['kills']} times and "
         "resumed each time: weights, moments, metrics and sample are those of the unbroken run, to "
         "the bit.",
+    ]  # fmt: skip
+
+
+def kill_one_of_two(kills: int, seed: int) -> Lines:
+    """SIGKILL to one of two processes that train together; the loop raises at the first fault."""
+    with tempfile.TemporaryDirectory() as folder:
+        ends = killed_among_others(kills, seed, Path(folder))
+    return len(ends.seconds) == kills, "One process of several killed", [
+        f"A run of {ends.steps:,} steps under `torchrun` in two processes, data parallel and "
+        f"sharded in turns, of which one, the first or the other, was killed by SIGKILL {kills} "
+        f"times: each time the job ended, after {max(ends.seconds):.1f} seconds at most, with one "
+        "line of error; the checkpoint was whole, and the next job went on beyond it, the last on "
+        "NumPy by itself.",
     ]  # fmt: skip
 
 

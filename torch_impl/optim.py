@@ -59,15 +59,14 @@ class AdamWOptimizer:
         if not max_norm > 0.0:
             raise ValueError(f"max_norm: got {max_norm}, needed a positive number")
         gradients = [p.grad for p in self.parameters if p.grad is not None]
-        try:
-            norm = nn.utils.get_total_norm(gradients, error_if_nonfinite=error_if_nonfinite)
-        except RuntimeError as error:
-            raise FloatingPointError("gradient norm: got nan or inf, needed a finite number") from (
-                error
-            )
+        # Not left to PyTorch, whose RuntimeError may also be that of a lost connection.
+        norm = nn.utils.get_total_norm(gradients)
+        total = _whole(norm).item()
+        if error_if_nonfinite and not math.isfinite(total):
+            raise FloatingPointError("gradient norm: got nan or inf, needed a finite number")
         if max_norm < math.inf:  # else the factor would be inf before it is cut to 1
             nn.utils.clip_grads_with_norm_(self.parameters, max_norm, norm)
-        return _whole(norm).item()
+        return total
 
     def step(self) -> None:
         """One update of every parameter that has a gradient."""

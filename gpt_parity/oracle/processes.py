@@ -12,7 +12,7 @@ import os
 import tempfile
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ import numpy as np
 
 from gpt_parity.backends import thread_limit
 from gpt_parity.distributed import DistributedTrainer, Group
+from gpt_parity.interrupts import interrupts_ignored
 from gpt_parity.oracle.lockstep import (
     NOISY_TRAININGS,
     Outcome,
@@ -167,23 +168,30 @@ def _started(
             )
             for rank in range(processes)
         ]  # fmt: skip
-        for process in job:
-            process.start()
+        with interrupts_ignored():
+            for process in job:
+                process.start()
         theirs.close()
         try:
             for _ in trials:
+                while not mine.poll():  # at its end too there is something
+                    wait([mine, *(process.sentinel for process in job if process.is_alive())])
+                    if any(process.exitcode for process in job):
+                        raise _early(processes)
                 try:
                     yield mine.recv()
                 except EOFError:
-                    raise ChildProcessError(
-                        f"one of the {processes} processes ended before the training did"
-                    ) from None
+                    raise _early(processes) from None
             for process in job:
                 process.join()
         finally:
             for process in job:
                 process.terminate()
                 process.join()
+
+
+def _early(processes: int) -> ChildProcessError:
+    return ChildProcessError(f"one of the {processes} processes ended before the training did")
 
 
 def _work(
