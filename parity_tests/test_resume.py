@@ -380,8 +380,9 @@ def refused(capsys: pytest.CaptureFixture[str], folder: str, *flags: str) -> str
     [
         (
             ["--seed", "42"],
-            "seed is 42, the run in run has 7 and keeps it; only --anomaly, "
-            "--backend, --data, --keep, --save-every, --threads may change on the way",
+            "seed is 42, the run in run has 7 and keeps it; only --accumulate, --anomaly, "
+            "--backend, --compile, --data, --device, --keep, --save-every, --shard, --threads may "
+            "change on the way",
         ),
         (["--max-steps", "9"], "max_steps is 9, the run in run has 6"),
         (["--log-every", "9"], "log_every is 9, the run in run has 4"),

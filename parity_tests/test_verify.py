@@ -215,7 +215,7 @@ def test_two_processes_give_what_one_gives(text: Path) -> None:
         (["--data", "missing.txt"], "missing.txt"),
         (["--steps", "-1"], "steps"),
         (["--steps", "many"], "many"),
-        (["--workers", "0"], "processes"),
+        (["--workers", "0"], "workers"),
         (["--checkpoint", "nowhere"], "nowhere"),
         (["--json", "nowhere/v.json"], "nowhere/v.json"),
         (["--json", "."], "json is ., which is no regular file; a file is needed"),

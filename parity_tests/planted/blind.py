@@ -46,12 +46,12 @@ BLIND_BUGS: tuple[PlantedBug, ...] = (
         name="moments-shared-with-state",
         place="torch_impl.optim:AdamWOptimizer.load_state",
         old="""\
-            "exp_avg": torch.tensor(state["exp_avg"][i], dtype=p.dtype),
-            "exp_avg_sq": torch.tensor(state["exp_avg_sq"][i], dtype=p.dtype),
+            "exp_avg": _like(p, torch.tensor(state["exp_avg"][i], dtype=p.dtype)),
+            "exp_avg_sq": _like(p, torch.tensor(state["exp_avg_sq"][i], dtype=p.dtype)),
 """,
         new="""\
-            "exp_avg": torch.as_tensor(state["exp_avg"][i], dtype=p.dtype),
-            "exp_avg_sq": torch.as_tensor(state["exp_avg_sq"][i], dtype=p.dtype),
+            "exp_avg": _like(p, torch.as_tensor(state["exp_avg"][i], dtype=p.dtype)),
+            "exp_avg_sq": _like(p, torch.as_tensor(state["exp_avg_sq"][i], dtype=p.dtype)),
 """,
         description="training on writes into the arrays of the state that was loaded",
         checks=frozenset({"other backend", "exact property"}),
