@@ -506,7 +506,8 @@ PRESETS: dict[str, Preset] = {
 class ExportConfig:
     """Which reference to write: your own weights and batch, a preset, or sizes of your choice.
 
-    Raises ValueError for values out of range, TypeError for values of another type.
+    `given` holds the names of the fields that were set and not left to their defaults. Raises
+    ValueError for values out of range, TypeError for values of another type.
     """
 
     out: Annotated[Path, Parameter(name=["--out", "-o"])]
@@ -561,6 +562,13 @@ class ExportConfig:
     overwrite: bool = False
     """Replace the bundle that is there."""
 
+    given: ClassVar[frozenset[str]] = frozenset()
+
+    def __new__(cls, **given: Any) -> ExportConfig:
+        config = super().__new__(cls)
+        object.__setattr__(config, "given", frozenset(given))
+        return config
+
     def __post_init__(self) -> None:
         require_choices(self)
         if self.preset not in PRESETS:
@@ -575,6 +583,11 @@ class ExportConfig:
             raise ValueError(f"steps is {self.steps}, but the format llm.c holds no steps")
         if self.style != "source" and self.weights is None:
             raise ValueError(f"style is {self.style!r}, but there are no weights that it is of")
+        for name in ("preset", "init"):
+            if name in self.given and self.weights is not None:
+                raise ValueError(f"{name} is given, but the weights are those of a file")
+        if "prefix" in self.given and self.format != "llm.c":
+            raise ValueError("prefix is given, but only files of the format llm.c have one")
         if self.init not in ("order-one", "training"):
             raise ValueError(f"init is {self.init!r}, order-one or training is needed")
         for name in ("vocab_size", "context_size", "embedding_size", "blocks", "heads",

@@ -14,7 +14,7 @@ import numpy as np
 
 from gpt_parity.html.markup import svg, text
 from gpt_parity.oracle.compare import Judgement, Pair
-from gpt_parity.oracle.tolerance import norms
+from gpt_parity.oracle.tolerance import in_rows, norms
 
 # Upper ends of the levels: below the first is level 1, exactly zero is level 0.
 EDGES = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 10.0, 1e3, 1e5, 1e8)
@@ -46,6 +46,7 @@ def errors(pair: Pair) -> Errors | None:
     candidate, reference = pair.candidate, pair.reference
     if candidate.shape != reference.shape or math.isinf(pair.tolerance.whole):
         return None
+    candidate, reference = (in_rows(x, pair.tolerance) for x in (candidate, reference))
     length = reference.shape[-1] if reference.ndim else 1
     hidden = np.zeros(reference.shape, bool) if pair.kept is None else ~pair.kept
     with np.errstate(over="ignore", invalid="ignore"):
@@ -108,7 +109,7 @@ def _verdict(judgement: Judgement) -> str:
 
 def _caption(found: Errors, pair: Pair, tall: int, wide: int) -> str:
     """What is seen: sizes, blocks, the largest row and the largest element."""
-    shape = pair.reference.shape
+    shape = in_rows(pair.reference, pair.tolerance).shape
     count, length = found.elements.shape
     said = f"{count} {'row' if count == 1 else 'rows'} of {length}, shape {shape}."
     if tall > 1 or wide > 1:

@@ -16,7 +16,7 @@ from gpt_parity.manifest import one_line, parse_manifest, shown, some
 from gpt_parity.model_config import model_config
 from gpt_parity.oracle.bundle import STEP, TOLERANCE, WEIGHT, Bundle, endless
 from gpt_parity.oracle.graph import GRAD, LOSS_KEY, VALUE
-from gpt_parity.oracle.tolerance import Tolerance
+from gpt_parity.oracle.tolerance import Tolerance, by_thirds
 from gpt_parity.schedule import require_integer
 from gpt_parity.weights import check_arrays
 from numpy_impl.functional import check_ids
@@ -224,9 +224,10 @@ def check_targets(targets: np.ndarray, shape: tuple[int, ...], vocab_size: int) 
 def _tolerance(
     array: np.ndarray, whole: float | None, arrays: dict[str, np.ndarray], key: str
 ) -> Tolerance:
-    shape = array.shape[:-1]
     if whole is None:
         return endless(array)
+    # Older bundles have no tolerances by thirds.
+    shape = by_thirds(key, array).shape[:-1] if key in arrays else array.shape[:-1]
     rows = arrays[key] if shape else np.array(float(whole))
     positive = (rows >= 0.0) & (rows < math.inf)
     if rows.dtype.kind != "f" or rows.shape != shape or not positive.all():

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from gpt_parity.oracle.tolerance import Tolerance, Tolerances, norms
+from gpt_parity.oracle.tolerance import Tolerance, Tolerances, in_rows, norms
 from gpt_parity.oracle.trace import Trace
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ def compare(
     if not np.isfinite(reference).all():
         raise ValueError(f"{name}: the reference is not finite, needed a point that can be judged")
     with np.errstate(over="ignore", invalid="ignore"):
-        error, errors = norms(candidate.astype(np.float64) - reference)
+        error, errors = norms(in_rows(candidate.astype(np.float64) - reference, tolerance))
     norm, _ = norms(reference)
     whole, rows = _ratio(error, tolerance.whole), _ratio(errors, tolerance.rows)
     worst = np.unravel_index(int(np.argmax(rows)), rows.shape) if rows.size else ()

@@ -125,6 +125,12 @@ def _shift_left_out(op: Operation) -> tuple[np.ndarray, Vjp]:
     return y, lambda g: (*vjp(g)[:2], np.zeros_like(bias))
 
 
+@gpt2_mistake("layer_norm", "layer norm: there is none, x goes on as it is")
+def _norm_left_out(op: Operation) -> tuple[np.ndarray, Vjp]:
+    x, weight, bias = op.data
+    return np.array(x), lambda g: (g, np.zeros_like(weight), np.zeros_like(bias))
+
+
 def _unused(op: Operation) -> tuple[np.ndarray, Vjp, float]:
     return op.out, op.vjp, op.mask_value
 

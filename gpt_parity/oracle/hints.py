@@ -159,3 +159,11 @@ def _places(
     inside = [n for n in every if BLOCK.match(n.place)]
     if len({n.place for n in inside}) > 1 and len(inside) < len(every):
         yield "in all blocks", {n.number: mistakes[n.role] for n in inside}
+    # A block has two sums with x, of which the first is what its second norm gets.
+    for second in (False, True):
+        sums = [
+            n for n in inside if n.role == "residual" and (BLOCK.sub("", n.place) == "") is second
+        ]
+        if len(sums) > 1:
+            which = "second" if second else "first"
+            yield f"at the {which} sum of all blocks", {n.number: mistakes[n.role] for n in sums}

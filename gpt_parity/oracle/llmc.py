@@ -19,6 +19,7 @@ from gpt_parity.model_config import GPT2Config, GPTConfig
 from gpt_parity.oracle.bundle import Bundle
 from gpt_parity.oracle.graph import LOSS_KEY
 from gpt_parity.oracle.styles import from_style, padded, stacked_shapes, to_style
+from gpt_parity.weights import check_arrays
 
 HEADER = 256
 CHECKPOINT, CHECKPOINT_VERSION = 20240326, 3
@@ -148,6 +149,7 @@ def read_state(path: Path, config: GPTConfig) -> Arrays:
 
 def _parameters(reader: _Reader, config: GPT2Config, rows: int, label: str) -> Arrays:
     stacks = reader.stacks(config, rows)
+    check_arrays(str(reader.path), stacks, {name: array.shape for name, array in stacks.items()})
     try:
         return from_style(stacks, config, "llm.c", label=label)
     except ValueError as error:

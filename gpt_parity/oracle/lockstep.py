@@ -153,7 +153,7 @@ Spread = dict[str, Tolerance]
 def step_tolerances(clean: State, noisy: list[State], unit: Unit) -> Spread:
     """The tolerance of every array of a state; learning rates must be equal."""
     tolerances = {
-        key: spread_tolerance(x, [s[key] for s in noisy], unit) for key, x in clean.items()
+        key: spread_tolerance(x, [s[key] for s in noisy], unit, key) for key, x in clean.items()
     }
     return {**tolerances, "learning rate": Tolerance(0.0, np.array(0.0))}
 

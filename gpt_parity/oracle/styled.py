@@ -7,16 +7,28 @@ import math
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
 from gpt_parity.arrays import read_arrays
+from gpt_parity.config import STYLES
+from gpt_parity.manifest import some
+from gpt_parity.model_config import GPT2Config
 from gpt_parity.oracle.bundle import STEP, TOLERANCE, WEIGHT, Bundle
 from gpt_parity.oracle.compare import Report
 from gpt_parity.oracle.graph import GRAD, VALUE
 from gpt_parity.oracle.llmc import read_state
-from gpt_parity.oracle.styles import Entry, from_style, names, plain_name, without_padding
+from gpt_parity.oracle.styles import (
+    FIRST_ROWS,
+    TRANSPOSED,
+    Entry,
+    from_style,
+    names,
+    plain_name,
+    without_padding,
+)
 from gpt_parity.oracle.submission import near
 from gpt_parity.tensors import as_array
 
@@ -100,9 +112,53 @@ def _place(
     aliases = {p + alias for alias in bundle.aliases for p in (VALUE, GRAD)}
     if key not in {*bundle.arrays, *aliases, "tokens", "targets"}:
         known = [p + name for name in theirs for p in ("", GRAD, WEIGHT)]
-        known += [*bundle.arrays, LOGITS]
+        ours = {entry.ours for entry in entries}
+        known += [k for k in bundle.arrays if PREFIX.sub("", k, count=1) not in ours] + [LOGITS]
         raise ValueError(f"{label}{key} is unknown in style {style}{near(key, known)}")
     return "", key
+
+
+def require_style(
+    mine: Mapping[str, Any], bundle: Bundle, style: str, renamed: Mapping[str, str]
+) -> None:
+    """Raise ValueError that names another style where most names are of it and not of this one."""
+    if not isinstance(bundle.config, GPT2Config):
+        return
+    keys = {renamed.get(name, name): as_array(array).shape for name, array in mine.items()}
+    known = set(_known(dict.fromkeys(keys), bundle, style))
+    strangers = [key for key in keys if key not in known]
+    fitting = {
+        other: len(_known(keys, bundle, other))
+        for other in STYLES if other != style and strangers
+    }  # fmt: skip
+    most = max(fitting.values(), default=0)
+    if 2 * most > len(keys) and most > len(known):
+        others = " or ".join(f"--style {other}" for other, n in fitting.items() if n == most)
+        raise ValueError(f"{some(strangers)} unknown in style {style}; {others} takes them")
+
+
+def _known(
+    keys: Mapping[str, tuple[int, ...] | None], bundle: Bundle, style: str
+) -> list[str]:  # fmt: skip
+    """The keys that a style has, for arrays of these shapes where they are given."""
+    entries = {entry.theirs: entry for entry in names(bundle.config, style)}
+    own = {*bundle.arrays, "tokens", "targets", *(WEIGHT + name for name in bundle.weights)}
+    own |= {p + alias for alias in bundle.aliases for p in (VALUE, GRAD)}
+    if style == "source":
+        return [key for key in keys if key in own]
+    own = {key for key in own if PREFIX.sub("", key, count=1) not in bundle.weights}
+    own |= {LOGITS, VALUE + LOGITS, GRAD + LOGITS}
+
+    def fits(key: str, shape: tuple[int, ...] | None) -> bool:
+        place = _parameter(key, set(entries), style)
+        if place is None:
+            return key in own
+        if not place[1] or shape is None:
+            return True
+        entry = entries[place[1]]
+        return shape == entry.shape or (entry.layout == FIRST_ROWS and shape[1:] == entry.shape[1:])
+
+    return [key for key, shape in keys.items() if fits(key, shape)]
 
 
 def _refuse_weights(name: str, plain: str, array: np.ndarray, bundle: Bundle, style: str) -> None:
@@ -139,13 +195,39 @@ def read_results(path: Path, bundle: Bundle, style: str, *, bfloat16: bool = Fal
     return read_arrays(path, bfloat16=bfloat16)[0]
 
 
-def matching(keys: Iterable[str], pattern: str, bundle: Bundle, style: str) -> list[str]:
-    """Those of the bundle's keys that match under their own name or one that the style has."""
+def matching(
+    keys: Iterable[str], pattern: str, bundle: Bundle, style: str,
+    handed_in: Mapping[str, Iterable[str]] = MappingProxyType({}),
+) -> list[str]:  # fmt: skip
+    """Those of the bundle's keys that match under their own name or one that the style has.
+
+    Or under the one under which they were handed in, of which there may be several.
+    """
     others = their_keys(bundle, style) if style != "source" else {}
     return [
         key for key in keys
-        if any(fnmatch.fnmatchcase(name, pattern) for name in (key, *others.get(key, ())))
+        if any(
+            fnmatch.fnmatchcase(name, pattern)
+            for name in (key, *others.get(key, ()), *handed_in.get(key, ()))
+        )
     ]  # fmt: skip
+
+
+def names_handed_in(
+    mine: Iterable[str], bundle: Bundle, style: str, renamed: Mapping[str, str]
+) -> dict[str, list[str]]:
+    """The names of a submission, which must be sound, by the bundle's key of what they hold."""
+    entries = names(bundle.config, style)
+    aliases = {p + a: p + e for a, e in bundle.aliases.items() for p in (VALUE, GRAD)}
+    found: dict[str, list[str]] = {}
+    for name in mine:
+        key = renamed.get(name, name)
+        place = ("", key) if style == "source" else _place(key, bundle, entries, style)
+        prefix, plain = place or ("", "")
+        ours = [prefix + entry.ours for entry in entries if prefix and entry.theirs == plain]
+        for key in ours or [aliases.get(plain, plain)]:
+            found.setdefault(key, []).append(name)
+    return found
 
 
 def their_keys(bundle: Bundle, style: str) -> dict[str, list[str]]:
@@ -176,8 +258,14 @@ def translated(report: Report, bundle: Bundle, style: str) -> tuple[str, ...]:
         if judgement.ok or match is None or entry is None:
             continue
         lines.append(
-            f"in style {style}: {judgement.name} is {match.group()}{entry.theirs}, "
-            f"{entry.describe()}"
+            f"in style {style}: {judgement.name} is {match.group()}{entry.theirs}, {_needed(entry)}"
         )
     more = len(lines) - LISTED
     return (*lines[:LISTED], *([f"in style {style}: and {more} more"] if more > 0 else []))
+
+
+def _needed(entry: Entry) -> str:
+    """The layout in words that do not read as what is wrong."""
+    if entry.layout == TRANSPOSED:
+        return "which the style holds as (in, out)"
+    return entry.describe()

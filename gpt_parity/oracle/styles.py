@@ -153,7 +153,7 @@ def from_style(
 ) -> Arrays:  # fmt: skip
     """Copies of parameters, or their gradients, in a style -> by our names, in our order.
 
-    sizes: the model's, or V, or None where nothing is padded; the others then follow from the
+    sizes: the model's, or V, or None where the style pads nothing; the others then follow from the
     shapes. partial: some of them will do. label: stands before names in messages. Values are
     copied whatever they are. Raises ValueError for what is missing, unexpected, of another shape,
     tied and yet different, and for padding that is not 0.
@@ -235,7 +235,8 @@ def sizes_of(
 ) -> GPT2Config:
     """The sizes that arrays in a style imply; heads are nowhere in them.
 
-    vocab_size: V where rows are padded. Raises ValueError where there are no embeddings.
+    vocab_size: V, which llm.c's padded rows do not tell. Raises ValueError where it is missing
+    there, and where there are no embeddings.
     """
     wte, wpe = {
         "source": (WTE, WPE), "llm.c": ("wte", "wpe"),
@@ -249,6 +250,11 @@ def sizes_of(
             f"style {style}"
         ) from None
     if style == "llm.c":
+        if vocab_size is None:
+            raise ValueError(
+                f"{wte} has {rows} rows, which may end with padding in style {style}: vocab_size "
+                "is needed"
+            )
         stack = arrays.get("ln1w")
         blocks = len(stack) if stack is not None and stack.ndim == 2 else 1
     else:

@@ -13,7 +13,6 @@ import numpy as np
 from gpt_parity.oracle.bundle import TOLERANCE, WEIGHT, Bundle
 from gpt_parity.oracle.graph import GRAD
 from gpt_parity.oracle.rounding import UNITS, Unit
-from numpy_impl.gpt import check_mask_value
 
 Arrays = dict[str, np.ndarray]
 # In which dtypes results of some arithmetic may be handed in.
@@ -111,14 +110,20 @@ def check_form(key: str, array: np.ndarray, bundle: Bundle, unit: Unit) -> None:
 def with_fill(
     array: np.ndarray, kept: np.ndarray | None, reference: np.ndarray, unit: Unit
 ) -> np.ndarray:
-    """Masked scores with the bundle's fill where the candidate's serves as well, such as -inf."""
+    """Masked scores with the bundle's fill where the candidate's serves as well, such as -inf.
+
+    It does where it leaves the future a weight of 0, beside the largest score of each row and at
+    scores of 0: exp(fill - max(0, kept)) and exp(fill - max(kept)) are 0. Scores of a GPT-2 have no
+    lower bound.
+    """
     if kept is None or array.shape != kept.shape:
         return array
     dtype = array.dtype
-    least = float(np.max(array[~kept], initial=-math.inf))
-    try:
-        check_mask_value(least, np.dtype("float64" if unit.name == "float64" else "float32"), False)
-    except ValueError:
+    largest = np.where(kept, reference, -math.inf).max(axis=-1, keepdims=True)
+    with np.errstate(over="ignore", invalid="ignore"):
+        above = (array - np.minimum(largest, 0.0))[~kept]
+        weight = np.exp(above.astype("float64" if unit.name == "float64" else "float32"))
+    if weight.any():  # NaN too
         return array
     fill = np.maximum(reference, float(np.finfo(dtype).min)).astype(dtype)
     return np.where(kept, array, fill)

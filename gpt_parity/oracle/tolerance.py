@@ -24,6 +24,7 @@ from gpt_parity.oracle.trace import Trace, trace
 # A row is often one number with one error. Of the hundreds of rows of a model some draw only small
 # noise K times, and their tolerance is that much too small: with K = 6 clean rows reach 0.8 of it.
 NOISY_RUNS = 12
+PROJECTION_BIAS = ".attention.input.bias"
 SPREAD_FACTOR = 16.0
 RESULT_FACTOR = 12.0
 
@@ -34,6 +35,21 @@ class Tolerance:
 
     whole: float
     rows: np.ndarray
+
+
+def by_thirds(name: str, x: np.ndarray) -> np.ndarray:
+    """x, of the bias of a GPT-2's joint projection as (..., 3, E): queries, keys, values.
+
+    The gradient of the keys' third is exactly 0, and what rounding leaves of it AdamW makes an
+    update like any other: as one row, that noise would hide the other two.
+    """
+    return x.reshape(*x.shape[:-1], 3, -1) if name.endswith(PROJECTION_BIAS) else x
+
+
+def in_rows(x: np.ndarray, tolerance: Tolerance) -> np.ndarray:
+    """x, of one axis by the rows of its tolerance where that has several."""
+    several = x.ndim == 1 and tolerance.rows.ndim == 1
+    return x.reshape(len(tolerance.rows), -1) if several else x
 
 
 def norms(x: np.ndarray) -> tuple[float, np.ndarray]:
@@ -59,10 +75,13 @@ def row_norms(x: np.ndarray) -> np.ndarray:
     return rows
 
 
-def spread_tolerance(clean: np.ndarray, noisy: Sequence[np.ndarray], unit: Unit) -> Tolerance:
-    """tol = 16 max_k ||G_k - G_0|| + 12 u ||G_0||."""
+def spread_tolerance(
+    clean: np.ndarray, noisy: Sequence[np.ndarray], unit: Unit, name: str = ""
+) -> Tolerance:
+    """tol = 16 max_k ||G_k - G_0|| + 12 u ||G_0||,  with rows `by_thirds` of the name."""
+    spreads = by_thirds(name, np.stack(noisy) - clean)  # (K, ...)
+    clean = by_thirds(name, clean)
     whole, rows = norms(clean)
-    spreads = np.stack(noisy) - clean  # (K, ...)
     spread_rows = row_norms(spreads) if clean.ndim else np.abs(spreads)
     spread_whole = row_norms(spread_rows.reshape(len(noisy), -1))
     return Tolerance(
@@ -138,7 +157,7 @@ def trace_tolerances(clean: Trace, noisy: list[Trace], unit: Unit) -> Tolerances
 
     def part(of: Callable[[Trace], dict[str, np.ndarray]]) -> dict[str, Tolerance]:
         return {
-            name: spread_tolerance(x, [of(t)[name] for t in noisy], unit)
+            name: spread_tolerance(x, [of(t)[name] for t in noisy], unit, name)
             for name, x in of(clean).items()
         }
 

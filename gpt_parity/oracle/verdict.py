@@ -20,7 +20,14 @@ from gpt_parity.oracle.compare import GRADIENT, PARAMETER, Judgement, Pair, Repo
 from gpt_parity.oracle.graph import GRAD, graph
 from gpt_parity.oracle.hints import hints, suspected
 from gpt_parity.oracle.rounding import Unit
-from gpt_parity.oracle.styled import in_our_names, matching, read_results, translated
+from gpt_parity.oracle.styled import (
+    in_our_names,
+    matching,
+    names_handed_in,
+    read_results,
+    require_style,
+    translated,
+)
 from gpt_parity.oracle.submission import (
     by_key,
     check_form,
@@ -30,7 +37,7 @@ from gpt_parity.oracle.submission import (
     unit_named,
     with_fill,
 )
-from gpt_parity.oracle.tolerance import Tolerance
+from gpt_parity.oracle.tolerance import Tolerance, in_rows, norms
 from numpy_impl.loss import GPTLoss
 
 Arrays = dict[str, np.ndarray]
@@ -78,13 +85,16 @@ def check_arrays(
     `keep`: the report holds the arrays and the bundle too. `style`: whose names and layouts
     they have, which `names` lead to and `only` may match.
     """
+    given, renamed = mine, names or {}
+    require_style(given, bundle, style, renamed)
     if style != "source":
-        mine, names = in_our_names(mine, bundle, style, names or {}), {}
-    named = by_key(mine, bundle, names or {})
+        mine = in_our_names(given, bundle, style, renamed)
+    named = by_key(mine, bundle, renamed if style == "source" else {})
     check_inputs(named, bundle)
     results = {k: named[k] for k in bundle.arrays if k in named}
     if only is not None:
-        results = {k: results[k] for k in matching(results, only, bundle, style)}
+        theirs = names_handed_in(given, bundle, style, renamed)
+        results = {k: results[k] for k in matching(results, only, bundle, style, theirs)}
     if not results:
         what = f"that matches {only!r}" if only is not None else "of the bundle's results"
         raise ValueError(f"holds nothing {what}, at least one tensor is needed")
@@ -274,8 +284,12 @@ def step_floor(
         name = rest.removeprefix(WEIGHT)
         before = f"{STEP}/{int(number) - 1}/{rest}"
         start = bundle.arrays.get(before, bundle.weights[name])
-        update = float(np.linalg.norm(bundle.arrays[key].astype(np.float64) - start))
-        seen[key] = tolerances[key].whole / update if update else math.inf
+        update, tolerance = bundle.arrays[key].astype(np.float64) - start, tolerances[key]
+        whole, parts = norms(in_rows(update, tolerance))
+        seen[key] = tolerance.whole / whole if whole else math.inf
+        if whole and update.ndim == parts.ndim:  # judged by thirds too
+            moved = parts > 0.0
+            seen[key] = min(seen[key], float((tolerance.rows[moved] / parts[moved]).min()))
     if not seen:
         return
     worst = max(seen, key=lambda key: seen[key])

@@ -263,6 +263,7 @@ NORM_ROWS = (
               "F.layer_norm(x, weight.shape, 1.0 + 0.0 * weight, bias, eps)"),
     _norm_row("bias-left-out", "the bias is not added",
               "F.layer_norm(x, weight.shape, weight, 0.0 * bias, eps)"),
+    _norm_row("left-out", "there is none, x goes on as it is", "x + 0.0 * weight + 0.0 * bias"),
     _norm_slope("without-shift", "dx lacks the mean of g w", SHIFT, "\n"),
     _norm_slope("without-slope", "dx lacks the term with the mean of g w z", SLOPE, "\n"),
     _norm_slope("without-both", "dx lacks both means, as if mean and variance were fixed",
