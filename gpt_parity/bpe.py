@@ -17,17 +17,20 @@ from typing import Any
 import numpy as np
 
 from gpt_parity.backends import MissingTokenizersError
+from gpt_parity.bpe_folder import (
+    END_OF_TEXT,
+    FLAGS,
+    TokensBeside,
+    refuse_added_space,
+    tokens_beside,
+)
 from gpt_parity.files import read_text
 from gpt_parity.manifest import one_line, shown
 
 TOKENIZER, VOCABULARY, MERGES = "tokenizer.json", "vocab.json", "merges.txt"
-END_OF_TEXT = "<|endoftext|>"
-
-
 BPE = {"type": "BPE", "dropout": None, "continuing_subword_prefix": None,
        "end_of_word_suffix": None, "byte_fallback": False}  # fmt: skip
 BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
-FLAGS = ("single_word", "lstrip", "rstrip", "normalized")
 
 
 class BytePairTokenizer:
@@ -61,32 +64,46 @@ class BytePairTokenizer:
             raise ValueError(f"{path}: {error}") from error
 
     @classmethod
-    def from_vocabulary(cls, vocabulary: Path, merges: Path) -> BytePairTokenizer:
-        """Return the tokenizer of GPT-2's older pair of files, vocab.json and merges.txt."""
+    def from_vocabulary(
+        cls, vocabulary: Path, merges: Path, added: TokensBeside | None = None
+    ) -> BytePairTokenizer:
+        """Return the tokenizer of GPT-2's older pair of files, vocab.json and merges.txt.
+
+        `added` are the tokens of the files beside them, if any.
+        """
         texts = [read_text(vocabulary), read_text(merges)]
         lines = [line.rstrip("\r") for line in texts[1].split("\n")]
         if lines[0].startswith("#version"):
             del lines[0]
         try:
             ids = _json(texts[0])
-            marked = [END_OF_TEXT] if isinstance(ids, dict) and END_OF_TEXT in ids else []
+            beside = [] if added is None else added.tokens
+            marked = {entry["content"] for entry in beside}
+            absent = isinstance(ids, dict) and END_OF_TEXT in ids and END_OF_TEXT not in marked
             model = {**BPE, "vocab": ids, "merges": [line for line in lines if line]}
-            added = [{**dict.fromkeys(FLAGS, False), "id": ids[token], "content": token,
-                      "special": True} for token in marked]  # fmt: skip
-            content = {"version": "1.0", "added_tokens": added, "pre_tokenizer": BYTE_LEVEL,
-                       "decoder": BYTE_LEVEL, "model": model}  # fmt: skip
+            own = []
+            if absent:
+                own = [{"id": ids[END_OF_TEXT], "content": END_OF_TEXT, "special": True}]
+            content = {"version": "1.0", "added_tokens": [*own, *beside], "decoder": BYTE_LEVEL,
+                       "pre_tokenizer": BYTE_LEVEL, "model": model}  # fmt: skip
             return cls(json.dumps(content))
         except ValueError as error:
-            raise ValueError(f"{vocabulary}, {merges.name}: {error}") from error
+            names = [str(vocabulary), merges.name, *([] if added is None else added.files)]
+            raise ValueError(f"{', '.join(names)}: {error}") from error
 
     @classmethod
     def from_folder(cls, folder: Path) -> BytePairTokenizer | None:
-        """Return the tokenizer of a folder's files, tokenizer.json first; None without any."""
+        """Return the tokenizer of a folder's files, tokenizer.json first; None without any.
+
+        Raises ValueError also for what the files beside them say and is not done here.
+        """
         if (folder / TOKENIZER).exists():
+            refuse_added_space(folder)
             return cls.from_file(folder / TOKENIZER)
         pair = folder / VOCABULARY, folder / MERGES
         if any(path.exists() for path in pair):
-            return cls.from_vocabulary(*pair)
+            refuse_added_space(folder)
+            return cls.from_vocabulary(*pair, tokens_beside(folder))
         return None
 
     @property
@@ -101,7 +118,7 @@ class BytePairTokenizer:
         """Return the ids of `text`: (n,), int64.
 
         Raises ValueError for a text that its ids would not give back: with surrogates, with bytes
-        outside the vocabulary, or changed by the tokenizer's own rules (spaces put in front, say).
+        outside the vocabulary, or changed by the tokenizer's own rules.
         """
         if not isinstance(text, str):
             raise TypeError(f"text is a {type(text).__name__}, a str is needed")
@@ -187,11 +204,15 @@ def checked_tokenizer(text: str) -> dict[str, Any]:
             raise ValueError(
                 f"tokenizer has {key} {shown(model[key])}, {json.dumps(needed)} is needed"
             )
-    flags = {key: before.get(key, True) is not False for key in ("add_prefix_space", "use_regex")}
+    if before.get("add_prefix_space", True) is not False:
+        raise ValueError(
+            "tokenizer has add_prefix_space, which puts a space before the text; false is needed"
+        )
+    regex = before.get("use_regex", True) is not False
     vocabulary, added = _vocabulary(model.get("vocab"), content.get("added_tokens") or [])
     return {
         "version": "1.0", "added_tokens": added, "decoder": BYTE_LEVEL,
-        "pre_tokenizer": {**BYTE_LEVEL, **flags},
+        "pre_tokenizer": {**BYTE_LEVEL, "use_regex": regex},
         "model": {**BPE, "ignore_merges": model.get("ignore_merges") is True, "vocab": vocabulary,
                   "merges": _merges(model.get("merges"), vocabulary)},
     }  # fmt: skip
@@ -210,6 +231,17 @@ def _vocabulary(ids: Any, added: Any) -> tuple[dict[str, int], list[dict[str, An
         if not isinstance(token, str) or not token or type(i) is not int or token in marked:
             raise ValueError(
                 f"tokenizer has the added token {shown(entry)}, a new text with its id is needed"
+            )
+        for key in ("lstrip", "rstrip"):
+            if entry.get(key) is True:
+                raise ValueError(
+                    f"tokenizer has the added token {shown(token)} with {key}, which swallows "
+                    "spaces beside it; false is needed"
+                )
+        if _bytes_of(token) != token.encode():
+            raise ValueError(
+                f"tokenizer has the added token {shown(token)}, which its decoder takes for bytes "
+                "of another text; one that stands for itself is needed"
             )
         if ids.get(token, i) != i:
             raise ValueError(f"tokenizer has {shown(token)} with the ids {ids[token]} and {i}")

@@ -267,6 +267,14 @@ def load_checkpoint(
     return checkpoint
 
 
+def tokenizer_of(checkpoint: Checkpoint, path: Path) -> CharTokenizer | BytePairTokenizer:
+    """The checkpoint's tokenizer; ValueError that names the path where there is no sound one."""
+    try:
+        return checkpoint.tokenizer
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
 def _from_arrays(manifest: dict[str, Any], arrays: dict[str, np.ndarray]) -> Checkpoint:
     config, dtype, backend = (
         model_config(manifest["config"]), manifest["dtype"], manifest["backend"],

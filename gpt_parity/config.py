@@ -248,10 +248,13 @@ class TrainConfig:
         if self.preset not in (None, *known):
             raise ValueError(f"preset is {self.preset!r}, one of {known} is needed")
         if self.model != "gpt2":
+            # A recipe or a copy gives every field, also those that the model does not have.
+            all_given = {f.name for f in fields(self)} - PLACES - LATER <= self.given
             for name in ("preset", "heads"):
                 value = getattr(self, name)
+                own = name in self.given and value is not None and not all_given
                 # A run that goes on has its model already, with which flags are compared.
-                if value != getattr(TrainConfig, name) and self.resume is None:
+                if (own or value != getattr(TrainConfig, name)) and self.resume is None:
                     raise ValueError(f"{name} is {value}, which only --model gpt2 has")
             return
         for name, value in GPT2_PRESETS.get(self.preset or "", {}).items():

@@ -208,8 +208,9 @@ class CharDataset:
     The first int(train_fraction * len(text)) characters are "train", the rest "test". A window
     starts at every multiple i of max(1, context_size // 2) with i + context_size + 1 <= n in a
     part of n characters: tokens [i, i + T), targets [i + 1, i + T + 1). Batches come in the order
-    of the text; `drop_last` leaves out a last batch of fewer than batch_size windows. There is
-    no other state: the same call gives the same arrays.
+    of the text; `drop_last` leaves out a last batch of fewer than batch_size windows, but with
+    `keep_only` not where it is the only one. There is no other state: the same call gives the same
+    arrays.
 
     tokenizer: by default the one of the whole text.
 
@@ -226,6 +227,7 @@ class CharDataset:
         batch_size: int,
         train_fraction: float = 0.9,
         drop_last: bool = True,
+        keep_only: bool = False,
         tokenizer: CharTokenizer | None = None,
     ) -> None:
         self.context_size = require_integer("context_size", context_size, 1)
@@ -237,12 +239,14 @@ class CharDataset:
         if not isinstance(text, str):
             raise TypeError(f"text is a {type(text).__name__}, a str is needed")
 
-        boundary = self._split(len(text), fraction, drop_last, "characters")
+        boundary = self._split(len(text), fraction, drop_last, "characters", keep_only)
         self.tokenizer = CharTokenizer.from_text(text) if tokenizer is None else tokenizer
         ids = self.tokenizer.encode(text)
         self._ids = {"train": ids[:boundary], "test": ids[boundary:]}
 
-    def _split(self, size: int, fraction: float, drop_last: bool, unit: str) -> int:
+    def _split(
+        self, size: int, fraction: float, drop_last: bool, unit: str, keep_only: bool = False
+    ) -> int:
         """Count windows and batches of both parts; returns where the second begins."""
         boundary = int(fraction * size)
         self._windows: dict[str, int] = {}
@@ -254,13 +258,15 @@ class CharDataset:
                     f"least {self.context_size + 1} are needed (context_size + 1)"
                 )
             windows = (length - self.context_size - 1) // self._stride + 1
-            if drop_last and windows < self.batch_size:
+            short = windows < self.batch_size
+            dropped = drop_last and not (short and keep_only)
+            if dropped and short:
                 raise ValueError(
                     f"{split} split has {windows} windows of {self.context_size} {unit}, at "
-                    f"least batch_size = {self.batch_size} are needed (or drop_last=False)"
+                    f"least batch_size = {self.batch_size} are needed"
                 )
             batches = windows // self.batch_size
-            if not drop_last:
+            if not dropped:
                 batches = -(-windows // self.batch_size)
             self._windows[split], self._batch_counts[split] = windows, batches
         return boundary

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from gpt_parity.backends import thread_limit
-from gpt_parity.checkpoint import Checkpoint, load_checkpoint
+from gpt_parity.checkpoint import Checkpoint, load_checkpoint, tokenizer_of
 from gpt_parity.config import CHANGEABLE, GenerateConfig, TrainConfig
 from gpt_parity.corpus import CharDataset, Corpus, read_corpus
 from gpt_parity.display import say
@@ -54,11 +54,12 @@ def _train(config: TrainConfig, checkpoint: Checkpoint | None, group: Group) -> 
     tokenizer = None
     if checkpoint is not None:
         _check_text(corpus, checkpoint)
-        tokenizer = checkpoint.tokenizer
+        tokenizer = tokenizer_of(checkpoint, config.resume)
     try:
         dataset = CharDataset(
             corpus.text, context_size=config.context_size, batch_size=config.batch_size,
-            tokenizer=tokenizer,
+            # A part that is long enough to draw windows from is long enough.
+            keep_only=config.windows == "random", tokenizer=tokenizer,
         )  # fmt: skip
     except ValueError as error:
         raise ValueError(f"{corpus.name}: {error}") from error
@@ -201,8 +202,9 @@ def _generate(config: GenerateConfig) -> int:
     if any("\udc80" <= character <= "\udcff" for character in prompt):
         # Bytes of the command line that the locale could not decode: they are UTF-8 all the same.
         prompt = os.fsencode(prompt).decode("utf-8", "surrogateescape")
+    tokenizer = tokenizer_of(checkpoint, config.checkpoint)
     characters = stream(
-        checkpoint.build_model(config.backend), checkpoint.tokenizer, prompt, config.tokens,
+        checkpoint.build_model(config.backend), tokenizer, prompt, config.tokens,
         config.temperature, config.top_k, config.seed,
     )  # fmt: skip
     sys.stdout.write(prompt)

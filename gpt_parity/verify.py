@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from gpt_parity.backends import build_model, load_backend, thread_limit
-from gpt_parity.checkpoint import Checkpoint, load_checkpoint
+from gpt_parity.checkpoint import Checkpoint, load_checkpoint, tokenizer_of
 from gpt_parity.config import GPTConfig, TrainConfig, VerifyConfig
 from gpt_parity.corpus import CharDataset, CharTokenizer, Corpus, read_corpus
 from gpt_parity.interrupts import interrupts_ignored
@@ -141,7 +141,8 @@ def _text_of(checkpoint: Checkpoint, config: VerifyConfig) -> tuple[Corpus, Char
     """The text for a checkpoint's tokens, or ids that are drawn where its model has no text."""
     sizes = checkpoint.config
     if checkpoint.has_text:
-        corpus, tokenizer = read_corpus(config.data), checkpoint.tokenizer
+        corpus = read_corpus(config.data)
+        tokenizer = tokenizer_of(checkpoint, config.checkpoint)
         if isinstance(tokenizer, CharTokenizer):
             return corpus, _dataset(corpus, sizes.context_size, tokenizer)
         try:

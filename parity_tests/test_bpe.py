@@ -146,15 +146,6 @@ def test_a_text_with_a_byte_outside_of_the_vocabulary_is_refused() -> None:
         mine.encode("acb")
 
 
-def test_a_tokenizer_that_changes_the_text_is_refused_where_it_does() -> None:
-    prefix = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True,
-              "use_regex": True}  # fmt: skip
-    mine = BytePairTokenizer(changed(pre_tokenizer=prefix))
-    assert mine.decode(mine.encode(" the cat")) == " the cat"
-    with pytest.raises(ValueError, match="from byte 0 on"):
-        mine.encode("the cat")
-
-
 def test_truncation_and_padding_of_the_file_do_not_count() -> None:
     mine = BytePairTokenizer(
         changed(
@@ -212,6 +203,11 @@ def of_three(**parts: object) -> str:
         ({"added_tokens": [{"id": 1, "content": "a"}]}, "'a' with the ids 0 and 1"),
         ({"added_tokens": [{"id": 3, "content": ""}]}, "the added token"),
         ({"added_tokens": [7]}, "the added token 7"),
+        ({"added_tokens": [{"id": 3, "content": "x", "lstrip": True}]}, "'x' with lstrip"),
+        ({"added_tokens": [{"id": 3, "content": "x", "rstrip": True}]}, "'x' with rstrip"),
+        ({"added_tokens": [{"id": 3, "content": "\u00fc"}]}, "which its decoder takes for bytes"),
+        ({"pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": True}}, "add_prefix_space"),
+        ({"pre_tokenizer": {"type": "ByteLevel"}}, "has add_prefix_space"),  # its default
     ),
 )  # fmt: skip
 def test_a_part_that_is_none_of_a_byte_pair_tokenizer_is_refused(

@@ -409,6 +409,18 @@ def test_arrays_are_the_callers_own_and_nothing_changes_between_calls() -> None:
     assert np.array_equal(dataset.batch("train", 3), first[3])
 
 
+def test_the_only_batch_of_a_part_may_be_kept_where_it_has_fewer_windows() -> None:
+    # 18 and 12 characters, windows of 2 at every place: 16 and 10 of them.
+    sizes = {"context_size": 2, "train_fraction": 0.6, "keep_only": True}
+    dataset = CharDataset("abc" * 10, batch_size=12, **sizes)
+    assert [dataset.batch_count(split) for split in ("train", "test")] == [1, 1]
+    assert dataset.batch("train", 0)[0].shape == (12, 2)  # its last four are left out as ever
+    tokens, targets = dataset.batch("test", 0)
+    assert tokens.tolist() == [list(map("abc".index, "abc"[i:] + "abc"[:i]))[:2]
+                               for i in (0, 1, 2, 0, 1, 2, 0, 1, 2, 0)]  # fmt: skip
+    assert targets.tolist() == [[(i + 1) % 3 for i in row] for row in tokens.tolist()]
+
+
 def test_attributes_and_a_tokenizer_of_ones_own() -> None:
     tokenizer = CharTokenizer("abcdefgh")
     dataset = CharDataset("hgfe" * 10, context_size=2, batch_size=1, tokenizer=tokenizer)

@@ -91,7 +91,6 @@ def test_a_manifest_whose_heads_cannot_be_is_refused(
     [
         # 10 % of 640 is 64, one too few for a window of 64 with its target.
         (640, "text.txt: test split has 64 characters of the 640 of the text, at least 65 are"),
-        (650, "text.txt: test split has 1 windows of 64 characters, at least batch_size = 12 are"),
         (10, "text.txt: train split has 9 characters of the 10 of the text, at least 65 are"),
     ],
 )  # fmt: skip
@@ -105,9 +104,29 @@ def test_a_text_too_short_for_the_preset_is_one_line(
     assert not Path("run").exists()
 
 
+def test_windows_are_drawn_from_a_text_that_has_less_than_a_batch_in_order(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The test part of 65 characters is one window, which is the whole test."""
+    Path("text.txt").write_text(("abcde" * 200)[:650])
+    sizes = ["--context-size", "64", "--embedding-size", "8", "--batch-size", "12"]
+    flags = ["train", "--data", "text.txt", *sizes, "--max-steps", "2", "--sample-tokens", "1"]
+    message = one_error(capsys, main([*flags, "--out", "ordered"]))
+    assert message.startswith("text.txt: test split has 1 windows of 64 characters, at least batch")
+    assert message.rstrip().endswith("batch_size = 12 are needed")  # no name that has no flag
+    assert main([*flags, "--out", "drawn", "--windows", "random"]) == 0
+    assert "over 1 batches" in capsys.readouterr().out
+    assert load_checkpoint(Path("drawn")).step == 2
+    Path("text.txt").write_text(("abcde" * 200)[:640])
+    assert "at least 65 are needed" in one_error(
+        capsys, main([*flags, "--out", "short", "--windows", "random"])
+    )
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
+        (["--heads", "4"], "heads is 4, which only --model gpt2 has"),  # also the default
         (["--preset", "baby"], "preset is baby, which only --model gpt2 has"),
         (["--heads", "2"], "heads is 2, which only --model gpt2 has"),
         (["--model", "gpt2", "--heads", "5"], "embedding_size is 64, a multiple of heads = 5 is"),

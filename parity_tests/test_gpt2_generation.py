@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from gpt_parity.backends import build_model
-from gpt_parity.config import BACKENDS, GPT2Config
+from gpt_parity.config import BACKENDS, GPT2Config, GPTConfig
 from gpt_parity.corpus import CharTokenizer
 from gpt_parity.sampling import sample
 from gpt_parity.training import stream
@@ -112,6 +112,28 @@ def test_a_past_of_other_shapes_is_refused(backend: str) -> None:
         model.predict_next(np.zeros((1, 8), int))
     with pytest.raises(TypeError, match="tokens: got dtype float64, needed integers"):
         model.predict_next(np.zeros((1, 3)))
+
+
+@both_backends
+@pytest.mark.parametrize("config", [GPTConfig(7, 6, 8, 2), GPT2Config(7, 6, 8, 2, heads=2)])
+def test_a_past_without_arrays_of_the_models_dtype_is_refused(
+    backend: str, config: GPTConfig
+) -> None:
+    def past_of(backend: str, dtype: str) -> tuple[Any, list[Any]]:
+        model = build_model(backend, config, dtype=dtype)
+        return model, model.predict_next(np.zeros((2, 3), int))[1]
+
+    model, past = past_of(backend, "float64")
+    tokens = np.zeros((2, 4), int)
+    model.predict_next(tokens, past)
+    (other,) = set(BACKENDS) - {backend}
+    foreign, narrow = past_of(other, "float64")[1][0], past_of(backend, "float32")[1][0]
+    for wrong in ("x", 3, past[0].tolist(), foreign, narrow):
+        for whole in ([past[0], wrong], wrong):
+            with pytest.raises(ValueError, match=r"^past: got \S+, needed a list of .*float64$"):
+                model.predict_next(tokens, whole)
+    with pytest.raises(ValueError, match=r"^past: got NoneType, needed"):
+        model.predict_next(tokens, [past[0], None])
 
 
 @both_backends

@@ -187,6 +187,7 @@ def test_a_gpt2_without_a_preset_has_the_recipe_of_the_text() -> None:
     [
         ({"preset": "baby"}, "^preset is baby, which only --model gpt2 has$"),
         ({"heads": 2}, "^heads is 2, which only --model gpt2 has$"),
+        ({"heads": 4}, "^heads is 4, which only --model gpt2 has$"),
         ({"model": "gpt", "heads": 8}, "^heads is 8, which only --model gpt2 has$"),
         ({"model": "gpt2", "preset": "huge"}, "^preset is 'huge', one of .*'baby', 'gpt2'.* is"),
         ({"preset": "huge"}, "^preset is 'huge'"),

@@ -150,13 +150,13 @@ class GPT(nn.Module):
         positions need. `past` is what the call for all tokens but the last returned: they are not
         computed again, which is right as long as no token has moved to another position and no
         weight has changed. A model that may leak computes all anew, since there the past depends
-        on the last token. Raises ValueError for a past of other shapes.
+        on the last token. Raises ValueError for a past of other shapes or another dtype.
         """
         tokens = check_tokens(tokens, self.vocab_size, self.context_size)
         if past is not None:
-            width = self.embedding.embedding.weight.shape[1]
-            needed = (tokens.shape[0], tokens.shape[1] - 1, width)
-            check_past(past, needed, len(self.transformers))
+            weight = self.embedding.embedding.weight
+            needed = (tokens.shape[0], tokens.shape[1] - 1, weight.shape[1])
+            check_past(past, needed, len(self.transformers), weight.dtype)
         inputs = []
         with torch.no_grad():
             if past is None or self.allow_leak:
@@ -210,8 +210,14 @@ def check_tokens(tokens: np.ndarray, vocab_size: int, context_size: int) -> np.n
     return tokens
 
 
-def check_past(past: list[Tensor], needed: tuple[int, ...], blocks: int) -> None:
-    """Raise ValueError unless `past` has an array of the shape `needed` for each block."""
+def check_past(
+    past: list[Tensor], needed: tuple[int, ...], blocks: int, dtype: torch.dtype
+) -> None:
+    """Raise ValueError unless `past` has a tensor of this shape and dtype for each block."""
+    for x in past if isinstance(past, list | tuple) else [past]:
+        if not isinstance(x, Tensor) or x.dtype != dtype:
+            found = x.dtype if isinstance(x, Tensor) else type(x).__name__
+            raise ValueError(f"past: got {found}, needed a list of tensors of {dtype}")
     found = [tuple(x.shape) for x in past]
     if found != [needed] * blocks:
         raise ValueError(f"past: got shapes {found}, needed {needed} for each of {blocks} blocks")

@@ -13,7 +13,6 @@ from torch_impl.functional import _on_host, linear
 from torch_impl.gpt import (
     GPTEmbedding,
     GPTFeedForward,
-    check_mask_value,
     check_past,
     check_sizes,
     check_tokens,
@@ -21,6 +20,7 @@ from torch_impl.gpt import (
 from torch_impl.layers import LayerNorm, Linear, Softmax, Tril
 
 STD = 0.02
+HIDING = -1e9  # a fill far below every score of a usable model
 
 
 class GPT2Attention(nn.Module):
@@ -104,8 +104,8 @@ class GPT2(nn.Module):
     0.02, and 0.02 / sqrt(2 blocks) where a block adds to the residual stream; biases are 0. No
     dropout. Scores have no lower bound here: the future has a weight of exactly 0 while the
     largest score of each row is 746 (float32: 104) above `mask_value`. Raises ValueError for sizes
-    that are not positive, an `embedding_size` that `heads` does not divide, and a fill that leaks
-    at scores of 0, unless `allow_leak`.
+    that are not positive, an `embedding_size` that `heads` does not divide, and a fill above -1e9
+    or NaN; with `allow_leak` for NaN alone.
     """
 
     def __init__(
@@ -119,7 +119,11 @@ class GPT2(nn.Module):
         if embedding_size % heads:
             raise ValueError(f"embedding_size: got {embedding_size}, needed a multiple of {heads}")
         dtype = dtype if isinstance(dtype, torch.dtype) else getattr(torch, str(dtype))
-        check_mask_value(mask_value, dtype, allow_leak)
+        if math.isnan(mask_value) or (mask_value > HIDING and not allow_leak):
+            raise ValueError(
+                f"mask_value: got {mask_value}, needed at most {HIDING}, or later tokens may leak "
+                "into earlier ones: scores have no lower bound (allow_leak=True permits it)"
+            )
         rng = np.random.RandomState(seed)
         self.vocab_size, self.context_size = vocab_size, context_size
         self.allow_leak = allow_leak
@@ -152,18 +156,21 @@ class GPT2(nn.Module):
     ) -> tuple[np.ndarray, list[Tensor]]:
         """The logits (B, V) after the last of `tokens` (B, T), and keys and values of all blocks.
 
-        Equal to `predict(tokens)[:, -1]` up to rounding. `past` is what the call for all tokens
+        Equal to `predict(tokens)[:, -1]` up to rounding, with a `past` as long as the largest score
+        of each row is 746 (float32: 104) above the mask's fill, so that no token reads a later one.
+        `past` is what the call for all tokens
         but the last returned, (2, B, H, T - 1, D) for each block: they are not computed again,
         which is right as long as no token has moved to another position and no weight has changed.
         A model that may leak computes all anew, since there the past depends on the last token.
-        Raises ValueError for a past of other shapes.
+        Raises ValueError for a past of other shapes or another dtype.
         """
         tokens = check_tokens(tokens, self.vocab_size, self.context_size)
         (batch, length), heads = tokens.shape, self.transformers[0].attention.heads
-        size = self.embedding.embedding.weight.shape[1] // heads
+        weight = self.embedding.embedding.weight
         start = 0
         if past is not None:
-            check_past(past, (2, batch, heads, length - 1, size), len(self.transformers))
+            needed = (2, batch, heads, length - 1, weight.shape[1] // heads)
+            check_past(past, needed, len(self.transformers), weight.dtype)
             start = 0 if self.allow_leak else length - 1
         earlier = past if start else [None] * len(self.transformers)
         present = []
