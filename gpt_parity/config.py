@@ -66,7 +66,8 @@ LATER = frozenset(
 GPT2_PRESETS: dict[str, dict[str, Any]] = {
     "baby": {
         "context_size": 64, "embedding_size": 128, "blocks": 4, "heads": 4, "batch_size": 12,
-        "windows": "random", "max_steps": 2000, "betas": (0.9, 0.99), "weight_decay": 0.1,
+        "windows": "random", "max_steps": 2000, "learning_rate": 2e-3, "betas": (0.9, 0.99),
+        "weight_decay": 0.1,
     },
     "gpt2": {
         "context_size": 1024, "embedding_size": 768, "blocks": 12, "heads": 12, "windows": "random",
