@@ -1,4 +1,4 @@
-"""The published figure of the source text, reproduced by the command that anyone can run."""
+"""The published figures, reproduced by the commands that anyone can run."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ TEXT = Path(__file__).resolve().parent.parent / "data" / "tinyshakespeare.txt"
 PUBLISHED = 2.0406
 # Rounding alone moves the figure by up to 0.004 between honest implementations.
 ALLOWED = 0.006
+# Of a GPT-2 of this size after 2,000 steps of 12 windows.
+PUBLISHED_BABY = 1.88
 
 
 @pytest.mark.slow
@@ -30,3 +32,20 @@ def test_published_test_loss(backend: str, dtype: str, tmp_path: Path, capsys) -
     assert abs(float(last.split()[2]) - PUBLISHED) <= ALLOWED
     lines = (tmp_path / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     assert json.loads(lines[-1])["step"] == 31_368
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_gpt2_of_baby_size_is_as_good_as_the_public_one(
+    backend: str, tmp_path: Path, capsys
+) -> None:
+    if not TEXT.exists():
+        pytest.skip("data/tinyshakespeare.txt is absent: run `python scripts/fetch_data.py`")
+    flags = ["--model", "gpt2", "--preset", "baby", "--backend", backend, "--data", str(TEXT),
+             "--out", str(tmp_path / "run")]  # fmt: skip
+    assert cli.main(["train", *flags]) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.endswith(" over 290 batches")
+    assert float(last.split()[2]) <= PUBLISHED_BABY
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    assert json.loads(lines[-1])["step"] == 2000
