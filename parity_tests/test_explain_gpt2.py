@@ -114,8 +114,14 @@ def test_each_head_is_drawn(
         np.testing.assert_allclose(found, weights, rtol=1e-12, atol=0.0)
 
 
-@pytest.mark.parametrize("kind", ("no text", pytest.param("broken", marks=needs_tokenizers)))
-@pytest.mark.parametrize("command", ("explain", "generate", "verify"))
+@pytest.mark.parametrize(
+    ("command", "kind"),
+    [
+        ("explain", "no text"), ("generate", "no text"),
+        *(pytest.param(command, "broken", marks=needs_tokenizers)
+          for command in ("explain", "generate", "verify")),
+    ],
+)  # fmt: skip
 def test_a_checkpoint_without_a_sound_tokenizer_is_one_line_that_names_it(
     command: str, kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
@@ -125,8 +131,6 @@ def test_a_checkpoint_without_a_sound_tokenizer_is_one_line_that_names_it(
         saved(path, 303, tokenizer_json=trained())
         data = path.read_bytes()
         path.write_bytes(data.replace(b"ByteLevel", b"ByteLavel"))
-    elif command == "verify":
-        pytest.skip("verify draws tokens for a model without text")
     else:
         saved(path, 303)
     prompt = [] if command == "verify" else ["--prompt", "a"]

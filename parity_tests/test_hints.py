@@ -35,7 +35,9 @@ MODELS = 4  # drawn once for all rows that need the same kind of model
 def test_a_planted_mistake_is_named(row: HintRow) -> None:
     seed = zlib.crc32(row.name.encode())
     parts = list(row.first)
-    for part, k in ((parts[0], seed % MODELS), (parts[-1], (seed + 1) % MODELS)):
+    asked = [(parts[0], seed % MODELS), (parts[-1], (seed + 1) % MODELS)]
+    # Most rows of a GPT-2 are mistakes that a row of the first model has too.
+    for part, k in asked[: 1 if row in GPT2_ROWS else 2]:
         said = diagnose(row, part, k, "float64")
         assert said.first_right, f"{part} of model {k}: {said.first}"
         assert said.hint_right, f"{part} of model {k}: {said.others}"
@@ -163,8 +165,16 @@ UNKNOWN = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("dtype", ["float64", "float32", "tf32", "float16"])
-@pytest.mark.parametrize("name", UNKNOWN)
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        pytest.param(
+            name, dtype, id=f"{name}-{dtype}",
+            marks=[pytest.mark.slow] if name.startswith("gpt2") and dtype != "float64" else [],
+        )
+        for name in UNKNOWN for dtype in ("float64", "float32", "tf32", "float16")
+    ],
+)  # fmt: skip
 def test_a_mistake_that_is_not_in_the_table_gets_no_hint(name: str, dtype: str) -> None:
     """The loss is wrong first, and one number is met by one of many explanations by chance."""
     bug = PlantedBug(name, *UNKNOWN[name], name, frozenset())

@@ -36,7 +36,6 @@ pytestmark = pytest.mark.reference("other backend")
 
 CONFIGS = {"gpt": GPTConfig(vocab_size=65), "gpt2": GPT2Config(vocab_size=65)}
 SOURCE = CONFIGS["gpt"]
-PER_MODEL = settings(max_examples=len(MODELS) * settings.default.max_examples)
 
 
 def judge_worst(case: ModelCase, backend: str, dtype: str) -> Report:
@@ -56,7 +55,6 @@ def moderate(case: ModelCase, scale: float) -> bool:
     return case.scale <= (scale / 10.0 if case.structure == "equal weights" else scale)
 
 
-@PER_MODEL
 @given(model_cases())
 def test_torch_float64_agrees_in_values_gradients_and_loss(case: ModelCase) -> None:
     report = judge_worst(case, "torch", "float64")
@@ -71,7 +69,6 @@ def test_torch_float64_agrees_in_values_gradients_and_loss(case: ModelCase) -> N
         pytest.param("torch", marks=pytest.mark.reference("other backend")),
     ],
 )
-@PER_MODEL
 @given(case=model_cases())
 def test_float32_agrees_with_the_numpy_twin_in_float64(backend: str, case: ModelCase) -> None:
     report = judge_worst(case, backend, "float32")

@@ -74,7 +74,10 @@ def gpt2_function(preset: str) -> Any:
     return function
 
 
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize(
+    "preset",
+    [pytest.param(p, marks=[pytest.mark.slow] if p == "gpt2-baby" else []) for p in PRESETS],
+)
 def test_presets_by_name(preset: str) -> None:
     gpt2 = preset.startswith("gpt2")
     report = check(gpt2_function(preset) if gpt2 else loss_and_gradients, preset, "float32", seed=1)

@@ -561,8 +561,8 @@ STEP_ROWS = (
               "accumulated: the gradients of earlier steps are still there (no zero_grad)",
               step("grad_norm", 2)),
     _step_row("hint-doubled", "doubled: every gradient counts twice", step("grad_norm"),
-              f"{TRAINING}:GPTTrainer._backward", "loss.backward()",
-              "loss.backward(retain_graph=True)\n    loss.backward()", backend="torch"),
+              f"{TRAINING}:GPTTrainer._backward", "else loss * share).backward()",
+              "else loss * share).mul(2.0).backward()", backend="torch"),
 )
 
 # --- What a tensor looks like by itself
