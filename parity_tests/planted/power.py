@@ -36,11 +36,15 @@ from parity_tests.planted.table import BUGS, EXACT
 
 TESTS = Path(__file__).resolve().parent.parent
 ALL_BUGS = (*BUGS, *BLIND_BUGS, *GPT2_BUGS)
-# About the bugs themselves, about names and files, about other processes, and the full recipes.
+# About the bugs themselves, about names and files, about other processes, pages and programs, and
+# the full recipes.
 LEFT_OUT = (
     "test_planted.py", "test_package.py", "test_verify.py", "test_headline.py", "test_hints.py",
     "test_bundle.py", "test_interop.py", "test_oracle_api.py", "test_planted_gpt2.py",
-    "test_distributed.py",
+    "test_distributed.py", "test_precision.py", "test_styles.py", "test_style_refusals.py",
+    "test_llmc.py", "test_hf_folders.py", "test_hf_commands.py", "test_bpe.py",
+    "test_bpe_folder.py", "test_transformers.py", "test_bench.py", "test_bench_gpt2.py",
+    "test_documents.py", "test_html.py", "test_html_browser.py", "test_gpt2_oracle.py",
 )  # fmt: skip
 LOCALISED_SIZES = ("distinct primes", "square", "short text")
 LOCALISED_SEEDS = 2
@@ -112,10 +116,17 @@ class Examination:
 
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
         self.items = session.items
-        survey = next(self._in_forks([self.survey], 1))
-        if isinstance(survey, str):
-            raise pytest.UsageError(f"the survey of all tests {survey}")
-        self.places, self.seconds, failed = survey
+        share = -(-len(self.items) // self.plan.processes)
+        shares = [self.items[k : k + share] for k in range(0, len(self.items), share)]
+        surveys = [functools.partial(self.survey, items) for items in shares]
+        failed: list[str] = []
+        for survey in self._in_forks(surveys, self.plan.processes):
+            if isinstance(survey, str):
+                raise pytest.UsageError(f"the survey of all tests {survey}")
+            places, seconds, wrong = survey
+            self.places |= places
+            self.seconds |= seconds
+            failed += wrong
         if failed:
             raise pytest.UsageError(f"without any bug planted, these tests fail: {failed}")
         tasks = [functools.partial(self.examine, bug) for bug in self.bugs]
@@ -164,16 +175,18 @@ class Examination:
                     del running[i]
             yield done.pop(k)
 
-    def survey(self) -> tuple[dict[str, set[str]], dict[str, float], list[str]]:
-        """Run everything once: places that each test executes, its seconds, and what fails."""
+    def survey(
+        self, items: Sequence[Any]
+    ) -> tuple[dict[str, set[str]], dict[str, float], list[str]]:
+        """Run `items` once: places that each test executes, its seconds, and what fails."""
         reports = _Reports()
         self._register(reports)
         places, seconds = {}, {}
         with watched({bug.place for bug in ALL_BUGS}) as seen:
-            for i, item in enumerate(self.items):
+            for i, item in enumerate(items):
                 seen.clear()
                 start = time.perf_counter()
-                self._run(item, self.items[i + 1] if i + 1 < len(self.items) else None)
+                self._run(item, items[i + 1] if i + 1 < len(items) else None)
                 places[item.nodeid], seconds[item.nodeid] = set(seen), time.perf_counter() - start
         return places, seconds, sorted(reports.failed)
 
