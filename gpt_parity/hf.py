@@ -1,14 +1,11 @@
 """Folders of the library transformers that hold a GPT-2: read and written, never with pickle.
 
-Its linear layers are `Conv1D`, whose weights are (in, out) where ours are (out, in): they are
-transposed by name. All other weights are the same arrays under other names.
+Names and layouts of the weights are those of style "hf" in `oracle.styles`.
 """
 
 from __future__ import annotations
 
 import json
-import re
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,49 +18,12 @@ from gpt_parity.checkpoint import Checkpoint
 from gpt_parity.hf_config import read_json, read_sizes, written_config
 from gpt_parity.manifest import one_line, shown, some
 from gpt_parity.model_config import GPT2Config
+from gpt_parity.oracle.styles import HEAD, from_style, names, plain_names, to_style
 from gpt_parity.weights import check_arrays
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
-PREFIX, HEAD, TABLE = "transformer.", "lm_head.weight", "wte.weight"
-# Of older versions of the library: the mask and its fill, which are no weights.
-BUFFER = re.compile(r"h\.[0-9]+\.attn\.(bias|masked_bias)")
 Arrays = dict[str, np.ndarray]
-
-BLOCK = {
-    "ln_1": "attention_norm", "attn.c_attn": "attention.input", "attn.c_proj": "attention.output",
-    "ln_2": "feed_forward_norm", "mlp.c_fc": "feed_forward.input",
-    "mlp.c_proj": "feed_forward.output",
-}  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Counterpart:
-    """A weight's name in such a folder, and whether it stands there transposed."""
-
-    name: str
-    transposed: bool = False
-
-    def array(self, array: np.ndarray) -> np.ndarray:
-        """The same weight on the other side, in either direction."""
-        return np.array(array.T if self.transposed else array, order="C")
-
-
-def counterparts(blocks: int) -> dict[str, Counterpart]:
-    """Every weight of a GPT-2 of so many blocks, by our name, in our order."""
-    found = {
-        "embedding.embedding.weight": Counterpart(TABLE),
-        "embedding.positional_embedding.weight": Counterpart("wpe.weight"),
-    }
-    for block in range(blocks):
-        for theirs, ours in BLOCK.items():
-            transposed = not theirs.startswith("ln")
-            name = f"h.{block}.{theirs}"
-            for kind in ("weight", "bias"):
-                found[f"transformers.{block}.{ours}.{kind}"] = Counterpart(
-                    f"{name}.{kind}", transposed and kind == "weight"
-                )
-    return found | {f"norm.{kind}": Counterpart(f"ln_f.{kind}") for kind in ("weight", "bias")}
 
 
 def import_hf(folder: Path, *, with_text: bool = True) -> Checkpoint:
@@ -97,38 +57,20 @@ def _weights(folder: Path, config: GPT2Config) -> Arrays:
     """The weights by our names, all of one dtype."""
     path, arrays = _stored(folder)
     try:
-        named = _plain_names(arrays)
-        head = named.pop(HEAD, None)
-        named = {name: array for name, array in named.items() if not BUFFER.fullmatch(name)}
+        named = plain_names(arrays, "hf")
         # Before any work that grows with what the configuration claims.
         if config.blocks > len(named):
             raise ValueError(f"n_layer is {config.blocks}, more than there are arrays")
-        known, own = counterparts(config.blocks), config.parameter_shapes()
-        shapes = {
-            c.name: own[ours][::-1] if c.transposed else own[ours] for ours, c in known.items()
-        }
-        checked = check_arrays("weights", named, shapes)
-        kinds = {array.dtype for array in checked.values()}
+        shapes = {e.theirs: e.shape for e in names(config, "hf")}
+        if HEAD not in named:  # it is the table once more
+            del shapes[HEAD]
+        kinds = {array.dtype for array in check_arrays("weights", named, shapes).values()}
         if any(kind.kind != "f" for kind in kinds):
             raise ValueError(f"weights are {some(map(str, kinds))}, real ones are needed")
-        if head is not None and not np.array_equal(head, checked[TABLE]):
-            raise ValueError(f"{HEAD} differs from {TABLE}, a tied output is needed")
         dtype = np.result_type(np.float32, *kinds)
-        return {ours: c.array(checked[c.name]).astype(dtype) for ours, c in known.items()}
+        return {n: a.astype(dtype) for n, a in from_style(named, config, "hf").items()}
     except ValueError as error:
         raise ValueError(f"{path}: {one_line(error)}") from error
-
-
-def _plain_names(arrays: Arrays) -> Arrays:
-    """Names without the prefix that the model with a head puts before those of its body."""
-    body = [name for name in arrays if name != HEAD]
-    prefixed = [name for name in body if name.startswith(PREFIX)]
-    if prefixed and len(prefixed) != len(body):
-        other = next(name for name in body if not name.startswith(PREFIX))
-        raise ValueError(
-            f"{shown(other)} stands beside {prefixed[0]}, all with {PREFIX} or none are needed"
-        )
-    return {name.removeprefix(PREFIX): array for name, array in arrays.items()}
 
 
 def _stored(folder: Path) -> tuple[Path, Arrays]:
@@ -166,10 +108,10 @@ def _from_shards(index: Path) -> Arrays:
             )
         shards.setdefault(file, set()).add(name)
     arrays: Arrays = {}
-    for file, names in shards.items():
+    for file, own in shards.items():
         held = _read(index.with_name(file))
-        if set(held) != names:
-            differing = sorted(set(held) ^ names)
+        if set(held) != own:
+            differing = sorted(set(held) ^ own)
             raise ValueError(f"{index}: {some(differing)} stands in one of it and {file} alone")
         arrays |= held
     return arrays
@@ -190,8 +132,8 @@ def hf_files(checkpoint: Checkpoint) -> dict[str, bytes]:
             f"mask_value is {config.mask_value}, -1e9 or less is needed: the folder has no place "
             "for it"
         )
-    known = counterparts(config.blocks)
-    arrays = {PREFIX + known[n].name: known[n].array(a) for n, a in checkpoint.weights.items()}
+    arrays = to_style(checkpoint.weights, config, "hf")
+    del arrays[HEAD]  # as the library leaves it out
     files = {WEIGHTS: save(arrays, metadata={"format": "pt"})}
     end = None
     if checkpoint.tokenizer_json is not None:

@@ -43,7 +43,7 @@ STACKED = {
     "attention_norm": "ln1", "attention.input": "qkv", "attention.output": "attproj",
     "feed_forward_norm": "ln2", "feed_forward.input": "fc", "feed_forward.output": "fcproj",
 }  # fmt: skip
-HEAD = "lm_head.weight"
+TABLE, HEAD = "transformer.wte.weight", "lm_head.weight"
 # Wrappers' prefixes, and masks that were saved as if they were parameters.
 WRAPPERS = ("_orig_mod.", "module.")
 BUFFER = re.compile(r"(?:transformer\.)?h\.[0-9]+\.attn\.(?:bias|masked_bias)")
@@ -93,7 +93,7 @@ def names(config: GPTConfig, style: str) -> list[Entry]:
 
 def _dotted(name: str, shape: tuple[int, ...], style: str) -> Entry:
     if name == WTE:
-        return Entry(name, "transformer.wte.weight", AS_IS, shape)
+        return Entry(name, TABLE, AS_IS, shape)
     if name == WPE:
         return Entry(name, "transformer.wpe.weight", AS_IS, shape)
     layer, _, kind = name.rpartition(".")
@@ -135,7 +135,7 @@ def to_style(arrays: Mapping[str, Any], config: GPTConfig, style: str) -> Arrays
     for entry in names(config, style):
         array = mine[entry.ours]
         if entry.layout == TIED:
-            found[entry.theirs] = found["transformer.wte.weight"]
+            found[entry.theirs] = found[TABLE]
         elif entry.layout == ROW:
             stacks.setdefault(entry.theirs, []).append(array)
             found[entry.theirs] = array  # keeps the place
@@ -171,8 +171,8 @@ def from_style(
             other = found.setdefault(entry.ours, np.array(array, order="C"))
             if not np.array_equal(array, other, equal_nan=True):
                 raise ValueError(
-                    f"{label}{HEAD} differs from {label}transformer.wte.weight, the same array "
-                    "is needed, as they are tied"
+                    f"{label}{HEAD} differs from {label}{TABLE}, the same array is needed, as they "
+                    "are tied"
                 )
         elif entry.layout == ROW:
             found[entry.ours] = np.array(array[entry.row], order="C")
@@ -218,7 +218,10 @@ def plain_name(name: str, style: str) -> str | None:
 
 
 def plain_names(arrays: Mapping[str, Any], style: str, label: str = "") -> Arrays:
-    """Arrays by `plain_name`; ValueError where two of them are one."""
+    """Arrays by `plain_name`; ValueError where two of them are one.
+
+    A tied output stands for the table where a file holds one name of each array only.
+    """
     found: Arrays = {}
     for name, array in arrays.items():
         plain = plain_name(name, style)
@@ -227,6 +230,8 @@ def plain_names(arrays: Mapping[str, Any], style: str, label: str = "") -> Array
         if plain in found:
             raise ValueError(f"{label}{name} is there under another name too, one is needed")
         found[plain] = as_array(array)
+    if style in ("nanogpt", "hf") and HEAD in found:
+        found.setdefault(TABLE, found[HEAD])
     return found
 
 
@@ -240,7 +245,7 @@ def sizes_of(
     """
     wte, wpe = {
         "source": (WTE, WPE), "llm.c": ("wte", "wpe"),
-    }.get(style, ("transformer.wte.weight", "transformer.wpe.weight"))  # fmt: skip
+    }.get(style, (TABLE, "transformer.wpe.weight"))  # fmt: skip
     try:
         rows, width = arrays[wte].shape
         context = len(arrays[wpe])
