@@ -16,7 +16,6 @@ import torch_impl
 from gpt_parity.config import PRESETS, ExportConfig
 from gpt_parity.oracle import Bundle, Report, check, save_bundle
 from gpt_parity.oracle.compare import LONGEST
-from gpt_parity.oracle.styles import from_style, to_style
 from gpt_parity.oracle.subject import export
 from gpt_parity.weights import set_weights
 from parity_tests.interop import styled_gpt2
@@ -61,15 +60,20 @@ def drifting(weights: Arrays, tokens: np.ndarray, targets: np.ndarray) -> Any:
     return 2.0 * loss, {n: g + noise.standard_normal(g.shape) for n, g in gradients.items()}
 
 
-def gpt2_function(preset: str) -> Any:
-    """Loss and gradients of a GPT-2 that does not know the project, under the project's names."""
+def gpt2_function(preset: str, style: str, **factors: float) -> Any:
+    """Loss, logits and gradients of a GPT-2 that does not know the project, in a style.
+
+    factors: of what ends so, with _ for dots.
+    """
     config = PRESETS[preset].model
+    vocab_size = config.vocab_size if style == "llm.c" else None
 
     def function(weights: Arrays, tokens: np.ndarray, targets: np.ndarray) -> Any:
-        theirs = to_style(weights, config, "nanogpt")
-        found = styled_gpt2.run(theirs, tokens, targets, config.heads, "nanogpt")
-        loss, _ = found.pop("loss"), found.pop("logits")
-        return loss, from_style(found, config, "nanogpt")
+        found = styled_gpt2.run(weights, tokens, targets, config.heads, style, vocab_size)
+        loss = found.pop("loss")
+        for end, factor in factors.items():
+            found |= {n: factor * g for n, g in found.items() if n.replace(".", "_").endswith(end)}
+        return loss, found
 
     return function
 
@@ -79,11 +83,47 @@ def gpt2_function(preset: str) -> Any:
     [pytest.param(p, marks=[pytest.mark.slow] if p == "gpt2-baby" else []) for p in PRESETS],
 )
 def test_presets_by_name(preset: str) -> None:
-    gpt2 = preset.startswith("gpt2")
-    report = check(gpt2_function(preset) if gpt2 else loss_and_gradients, preset, "float32", seed=1)
+    style = "nanogpt" if preset.startswith("gpt2") else "source"
+    function = loss_and_gradients if style == "source" else gpt2_function(preset, style)
+    report = check(function, preset, "float32", seed=1, style=style)
     assert report.ok, str(report)
     assert report.complete and report.hints == () and report.first is None
     assert "floor: a relative error of" in str(report)
+
+
+@pytest.mark.parametrize(
+    ("style", "array"),
+    [("nanogpt", "1_attn_c_proj_weight"), ("hf", "1_attn_c_proj_weight"), ("llm.c", "attprojw")],
+)
+def test_a_function_may_have_names_and_layouts_of_its_own(style: str, array: str) -> None:
+    report = check(gpt2_function("gpt2-tiny", style), "gpt2-tiny", style=style)
+    assert report.ok, str(report)
+    names = {j.name for j in report.judgements}
+    assert {"loss", "value/output", "grad/embedding.embedding.weight"} <= names
+    report = check(gpt2_function("gpt2-tiny", style, **{array: 1.5}), "gpt2-tiny", style=style)
+    ours = "grad/transformers.1.attention.output.weight"
+    assert report.first is not None and report.first.name == ours
+    assert any(note.startswith(f"in style {style}: {ours} is grad/") for note in report.notes)
+    # Its own loss is asked with weights in the style too.
+    votes = [note for note in report.notes if note.startswith("vote: ")]
+    assert any(vote.endswith("your backward pass is wrong") for vote in votes)
+
+
+def test_a_gradient_that_is_missing_in_a_style_is_named() -> None:
+    right = gpt2_function("gpt2-tiny", "hf")
+
+    def forgets(*arguments: Any) -> Any:
+        loss, found = right(*arguments)
+        del found["transformer.ln_f.bias"]
+        return loss, found
+
+    with pytest.raises(ValueError, match=r"gradients: norm\.bias missing"):
+        check(forgets, "gpt2-tiny", style="hf")
+    assert check(forgets, "gpt2-tiny", style="hf", partial=True).ok
+    with pytest.raises(ValueError, match=r"unknown in style llm\.c; --style nanogpt or --style hf"):
+        check(lambda *_: (1.0, {"transformer.ln_f.bias": np.ones(12)}), "gpt2-tiny", style="llm.c")
+    with pytest.raises(ValueError, match=r"style is 'gpt', one of"):
+        check(right, "gpt2-tiny", style="gpt")
 
 
 def test_a_bundle_and_its_file_are_one_reference(bundle: Bundle, tmp_path: Path) -> None:

@@ -15,6 +15,8 @@ from gpt_parity.oracle.bundle import Bundle
 from gpt_parity.oracle.bundle_files import as_bundle
 from gpt_parity.oracle.compare import PARAMETER, Report
 from gpt_parity.oracle.graph import GRAD, LOSS_KEY
+from gpt_parity.oracle.styled import in_our_names
+from gpt_parity.oracle.styles import to_style
 from gpt_parity.oracle.subject import export
 from gpt_parity.oracle.submission import unit_named
 from gpt_parity.oracle.verdict import check_arrays
@@ -28,7 +30,7 @@ DIFFERENCE = 1e-5
 def check(
     fn: Callable[[Arrays, np.ndarray, np.ndarray], tuple[Any, Mapping[str, Any]]],
     reference: Bundle | Path | str = "source", dtype: str = "float64", *, seed: int = 0,
-    partial: bool = False,
+    partial: bool = False, style: str = "source",
 ) -> Report:  # fmt: skip
     """Judge a function that computes loss and gradients:  fn(weights, tokens, targets).
 
@@ -37,14 +39,19 @@ def check(
     parameter name, on NumPy, PyTorch or JAX; values and gradients of trace entries may be among
     them, as `value/<entry>` and `grad/<entry>`. reference: a preset (tiny, source, wide, deep,
     gpt2-tiny, gpt2-baby) drawn from `seed`, a bundle, or its file. partial: the gradients of some
-    parameters will do.
+    parameters will do. style: whose names and layouts weights and gradients have (`oracle.styles`);
+    a tied output among the weights is the table, and its gradient may be left out.
     Raises ValueError for results that cannot be judged, and for gradients that are missing.
     """
     bundle = _reference(reference, seed)
     unit = unit_named(dtype)
     carrier = dtype if dtype in ("float64", "float32") else "float32"
-    weights = {name: w.astype(carrier) for name, w in bundle.weights.items()}
-    returned = fn(weights, bundle.tokens.copy(), bundle.targets.copy())
+
+    def run(weights: Arrays) -> Any:
+        own = to_style(weights, bundle.config, style)
+        return fn(own, bundle.tokens.copy(), bundle.targets.copy())
+
+    returned = run({name: w.astype(carrier) for name, w in bundle.weights.items()})
     if (
         not isinstance(returned, tuple)
         or len(returned) != 2
@@ -56,23 +63,25 @@ def check(
     if isinstance(loss, float):  # which has no dtype of its own
         mine[LOSS_KEY] = mine[LOSS_KEY].astype(carrier)
     for name, gradient in gradients.items():
-        key = name if name in bundle.arrays else GRAD + name
+        # Other styles read a parameter's name as its gradient's.
+        key = name if style != "source" or name in bundle.arrays else GRAD + name
         if key in mine:
             raise ValueError(f"{name} is {key}, which is there under another name too")
         mine[key] = as_array(gradient)
-    missing = [name for name in bundle.weights if GRAD + name not in mine]
+    named = in_our_names(mine, bundle, style, {})
+    missing = [name for name in bundle.weights if GRAD + name not in named]
     if missing and not partial:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise ValueError(f"gradients: {missing[0]}{more} missing (partial=True permits it)")
-    report = check_arrays(mine, bundle, unit.name)
+    report = check_arrays(mine, bundle, unit.name, style=style)
     if dtype != "float64":  # differences of a float32 loss tell little
         return report
-    notes = (*report.notes, *_own_derivative(fn, bundle, report, mine))
+    notes = (*report.notes, *_own_derivative(run, bundle, report, named))
     return replace(report, notes=notes)
 
 
 def _own_derivative(
-    fn: Callable[..., Any], bundle: Bundle, report: Report, mine: Arrays
+    run: Callable[[Arrays], Any], bundle: Bundle, report: Report, mine: Arrays
 ) -> Iterable[str]:
     """Whether a wrong gradient is the derivative of the candidate's own loss.
 
@@ -91,7 +100,7 @@ def _own_derivative(
     def loss(sign: int) -> float:
         moved = {n: w.astype(np.float64) for n, w in bundle.weights.items()}
         moved[name] = weight + sign * step * direction
-        return float(as_array(fn(moved, bundle.tokens.copy(), bundle.targets.copy())[0]))
+        return float(as_array(run(moved)[0]))
 
     numeric = (loss(1) - loss(-1)) / (2.0 * step)
     own, theirs = (float((g * direction).sum()) for g in (mine[wrong[0]], bundle.arrays[wrong[0]]))

@@ -29,7 +29,7 @@ from gpt_parity.oracle.styles import (
     plain_name,
     without_padding,
 )
-from gpt_parity.oracle.submission import near
+from gpt_parity.oracle.submission import by_key, near
 from gpt_parity.tensors import as_array
 
 Arrays = dict[str, np.ndarray]
@@ -45,13 +45,17 @@ def in_our_names(
 ) -> Arrays:
     """A submission in a style by the bundle's keys, in the layouts of the bundle.
 
-    A parameter's name alone, or after `grad/`, is its gradient; after `weight/` the weight itself;
-    after `step/<k>/exp_avg/` and so on a step's. `logits` are the model's output. All other keys
-    are the bundle's. renamed: from names of somebody's own to such names. Raises ValueError for a
-    key that can mean two things or nothing, and what `from_style` raises.
+    In all styles but "source" a parameter's name alone, or after `grad/`, is its gradient; after
+    `weight/` the weight itself; after `step/<k>/exp_avg/` and so on a step's. `logits` are the
+    model's output. All other keys are the bundle's. renamed: from names of somebody's own to such
+    names. Raises ValueError for a key that can mean two things or nothing, for the names of another
+    style, and what `from_style` raises.
     """
     if any(name.startswith(TOLERANCE) for name in mine):
         raise ValueError("is a bundle or a copy of one, your own results alone are needed")
+    require_style(mine, bundle, style, renamed)
+    if style == "source":
+        return by_key(mine, bundle, renamed)
     entries = names(bundle.config, style)
     theirs = {entry.theirs for entry in entries}
     for name, key in renamed.items():
@@ -81,7 +85,7 @@ def in_our_names(
     for prefix, group in groups.items():
         ours = from_style(group, bundle.config, style, label=prefix, partial=True)
         found |= {prefix + name: array for name, array in ours.items()}
-    return found
+    return by_key(found, bundle, {})
 
 
 def _parameter(key: str, theirs: set[str], style: str) -> tuple[str, str] | None:

@@ -25,11 +25,9 @@ from gpt_parity.oracle.styled import (
     matching,
     names_handed_in,
     read_results,
-    require_style,
     translated,
 )
 from gpt_parity.oracle.submission import (
-    by_key,
     check_form,
     check_inputs,
     common_dtype,
@@ -85,15 +83,12 @@ def check_arrays(
     `keep`: the report holds the arrays and the bundle too. `style`: whose names and layouts
     they have, which `names` lead to and `only` may match.
     """
-    given, renamed = mine, names or {}
-    require_style(given, bundle, style, renamed)
-    if style != "source":
-        mine = in_our_names(given, bundle, style, renamed)
-    named = by_key(mine, bundle, renamed if style == "source" else {})
+    renamed = names or {}
+    named = in_our_names(mine, bundle, style, renamed)
     check_inputs(named, bundle)
     results = {k: named[k] for k in bundle.arrays if k in named}
     if only is not None:
-        theirs = names_handed_in(given, bundle, style, renamed)
+        theirs = names_handed_in(mine, bundle, style, renamed)
         results = {k: results[k] for k in matching(results, only, bundle, style, theirs)}
     if not results:
         what = f"that matches {only!r}" if only is not None else "of the bundle's results"
