@@ -90,8 +90,7 @@ class TrainConfig:
     model: ModelName = "gpt"
     """The model of the source text, or GPT-2."""
     preset: Literal["baby", "gpt2"] | None = None
-    """Sizes and recipe of a GPT-2, but for what is given: baby (0.8 million parameters, 2,000 steps
-    on random windows), or gpt2 (85 million and the vocabulary's)."""
+    """Sizes and recipe of a GPT-2, but for what is given: baby has 0.8 million parameters."""
     data: Path | None = None
     """UTF-8 text; without it data/tinyshakespeare.txt, or else a text that comes with Python."""
     out: Path | None = None
@@ -381,8 +380,8 @@ class VerifyConfig:
     Raises ValueError for values out of range, TypeError for values of another type.
     """
 
-    model: ModelName = "gpt"
-    """The model of the source text, or a GPT-2 of its sizes; a checkpoint has its own."""
+    model: ModelName | None = None
+    """The source text's model (gpt, by default) or a GPT-2 of its sizes; a checkpoint has its own."""
     data: Path | None = None
     """UTF-8 text; without it data/tinyshakespeare.txt, or else a text that comes with Python."""
     checkpoint: Path | None = None
@@ -515,8 +514,7 @@ class ExportConfig:
     """
 
     out: Annotated[Path, Parameter(name=["--out", "-o"])]
-    """Where to write: FILE.safetensors, FILE.npz, or else a new folder of npy files; of the format
-    llm.c a folder."""
+    """FILE.safetensors, FILE.npz, or else a new folder of npy files; of format llm.c a folder."""
     format: Literal["bundle", "llm.c"] = "bundle"
     """What to write: a bundle, or the checkpoint and the debug state that the C project reads."""
     prefix: str = "gpt2_124M"
@@ -712,11 +710,12 @@ def require_precision(precision: Precision | None, device: Device) -> None:
 
 
 def require_choices(config: object) -> None:
-    """Raise ValueError unless what `config` has of these choices is known."""
+    """Raise ValueError unless what `config` has of these choices is known, or None by default."""
     for name, known in (
         ("backend", BACKENDS), ("dtype", DTYPES), ("model", MODELS), ("windows", WINDOWS),
-        ("style", STYLES),
-        ("precision", (None, *PRECISIONS)), ("device", DEVICES),
+        ("style", STYLES), ("precision", PRECISIONS), ("device", DEVICES),
     ):  # fmt: skip
-        if getattr(config, name, known[0]) not in known:
-            raise ValueError(f"{name} is {getattr(config, name)!r}, one of {known} is needed")
+        default = getattr(type(config), name, known[0])
+        value = getattr(config, name, default)
+        if value not in known and not (value is None and default is None):
+            raise ValueError(f"{name} is {value!r}, one of {known} is needed")

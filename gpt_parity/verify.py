@@ -12,7 +12,7 @@ import numpy as np
 
 from gpt_parity.backends import build_model, load_backend, thread_limit
 from gpt_parity.checkpoint import Checkpoint, load_checkpoint, tokenizer_of
-from gpt_parity.config import GPTConfig, TrainConfig, VerifyConfig
+from gpt_parity.config import GPT2Config, GPTConfig, TrainConfig, VerifyConfig
 from gpt_parity.corpus import CharDataset, CharTokenizer, Corpus, read_corpus
 from gpt_parity.interrupts import interrupts_ignored
 from gpt_parity.oracle.arithmetic import Arithmetic, one_pass, show_slips_in
@@ -124,13 +124,16 @@ def _common_state_float32(setting: Setting) -> Outcome:
 def subject_of(config: VerifyConfig) -> Subject:
     """The weights and the text that `config` names; ValueError for those that do not do."""
     if config.checkpoint is None:
-        recipe, corpus = TrainConfig(model=config.model), read_corpus(config.data)
+        recipe, corpus = TrainConfig(model=config.model or "gpt"), read_corpus(config.data)
         dataset = _dataset(corpus, recipe.context_size, None)
         model_config = recipe.model_config(dataset.vocab_size)
         weights = get_weights(build_model("numpy", model_config, config.seed, "float32"))
     else:
         checkpoint = load_checkpoint(config.checkpoint)
         model_config, weights = checkpoint.config, checkpoint.weights
+        own = "gpt2" if isinstance(model_config, GPT2Config) else "gpt"
+        if config.model not in (None, own):
+            raise ValueError(f"model is {config.model}, {config.checkpoint} is of a {own}")
         corpus, dataset = _text_of(checkpoint, config)
     # Numbers that float32 holds exactly, so that both dtypes start from the same weights.
     shared = {n: w.astype(np.float32).astype(np.float64) for n, w in weights.items()}

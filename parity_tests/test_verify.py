@@ -17,7 +17,14 @@ import torch
 from gpt_parity import cli
 from gpt_parity.backends import build_model
 from gpt_parity.checkpoint import Checkpoint, save_checkpoint
-from gpt_parity.config import MODELS, GPT2Config, GPTConfig, ModelName, VerifyConfig
+from gpt_parity.config import (
+    MODELS,
+    GPT2Config,
+    GPTConfig,
+    ModelName,
+    TrainConfig,
+    VerifyConfig,
+)
 from gpt_parity.corpus import CharTokenizer
 from gpt_parity.oracle import slips
 from gpt_parity.verify import verify
@@ -261,6 +268,20 @@ def test_an_invalid_text_and_a_foreign_checkpoint(text: Path, tmp_path: Path, ca
     path = tmp_path / "checkpoint.safetensors"
     save_checkpoint(path, build_model("numpy", config), config=config, vocabulary="abc")
     assert cli.main(["verify", "--data", str(text), "--checkpoint", str(path)]) == 2
+    assert "vocabulary" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("own", "other"), [("gpt", "gpt2"), ("gpt2", "gpt")])
+def test_a_checkpoint_is_of_one_model(
+    own: ModelName, other: ModelName, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = TrainConfig(model=own).model_config(3)
+    path = tmp_path / "c.safetensors"
+    save_checkpoint(path, build_model("numpy", config), config=config, vocabulary="abc")
+    arguments = ["verify", "--steps", "0", "--checkpoint", str(path), "--model"]
+    assert cli.main([*arguments, other]) == 2
+    assert f"model is {other}, {path} is of a {own}" in capsys.readouterr().err
+    assert cli.main([*arguments, own]) == 2  # the text is no part of its vocabulary
     assert "vocabulary" in capsys.readouterr().err
 
 
