@@ -381,7 +381,7 @@ class VerifyConfig:
     """
 
     model: ModelName | None = None
-    """The source text's model (gpt, by default) or a GPT-2 of its sizes; a checkpoint has its own."""
+    """The source text's model (gpt, by default) or a GPT-2 of its sizes; a checkpoint tells."""
     data: Path | None = None
     """UTF-8 text; without it data/tinyshakespeare.txt, or else a text that comes with Python."""
     checkpoint: Path | None = None
