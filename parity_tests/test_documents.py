@@ -12,6 +12,7 @@ import re
 import shlex
 import sys
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -208,3 +209,18 @@ def test_python_of_a_page_runs(page: str, code: str, capsys: pytest.CaptureFixtu
 
 def test_every_page_with_python_is_run() -> None:
     assert {page for page, _ in CODE} == {*REPORTS, "docs/gpt2.md", "docs/scale.md"}
+
+
+def test_flags_are_explained_in_one_line_each() -> None:
+    """The help keeps the indentation of a second line, which stands out there."""
+    explained = 0
+    for path in sorted((ROOT / "gpt_parity").rglob("*config*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if not isinstance(node, ast.ClassDef) or not node.name.endswith("Config"):
+                continue
+            for field, after in pairwise(node.body):
+                if isinstance(field, ast.AnnAssign) and isinstance(after, ast.Expr):
+                    explained += 1
+                    text = ast.literal_eval(after.value)
+                    assert "\n" not in text, f"{path.name}: {node.name}: {text}"
+    assert explained > 100
