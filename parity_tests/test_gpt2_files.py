@@ -12,17 +12,18 @@ import pytest
 from gpt_parity.checkpoint import load_checkpoint
 from gpt_parity.cli import main
 from gpt_parity.config import LATER, GPT2Config, GPTConfig, TrainConfig
+from parity_tests.resumed_runs import (
+    in_a_folder_of_its_own,  # noqa: F401 (a fixture)
+    kill_at,
+    nothing,
+    results,
+    resume,
+    rewrite,
+)
+from parity_tests.resumed_runs import train as train_text_model
 from parity_tests.test_gpt2_training import one_error, train
-from parity_tests.test_resume import TEXT, kill_at, nothing, results, resume, rewrite
-from parity_tests.test_resume import train as train_text_model
 
 pytestmark = pytest.mark.reference("by hand")
-
-
-@pytest.fixture(autouse=True)
-def in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("text.txt").write_bytes(TEXT.encode())
 
 
 # --- files

@@ -17,7 +17,8 @@ from gpt_parity.oracle.model_ops import IN_MODELS
 from gpt_parity.oracle.subject import export
 from gpt_parity.oracle.trace import trace
 from gpt_parity.weights import set_weights
-from parity_tests.test_ops import NUMPY, TORCH, altered, statistics_fixed
+from parity_tests.ops_by_hand import NUMPY, TORCH, altered
+from parity_tests.wrong_ops import statistics_fixed
 
 both_dtypes = pytest.mark.parametrize("dtype", ("float64", "float32"))
 

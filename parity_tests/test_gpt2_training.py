@@ -17,8 +17,15 @@ from gpt_parity.corpus import CharDataset
 from gpt_parity.oracle.rounding import FLOAT64
 from gpt_parity.training import GPTTrainer
 from parity_tests.comparers import assert_agree
-from parity_tests.test_resume import TEXT, VARIANTS, kill_at, results, resume
-from parity_tests.test_resume import train as train_text_model
+from parity_tests.resumed_runs import (
+    TEXT,
+    VARIANTS,
+    in_a_folder_of_its_own,  # noqa: F401 (a fixture)
+    kill_at,
+    results,
+    resume,
+)
+from parity_tests.resumed_runs import train as train_text_model
 
 pytestmark = pytest.mark.reference("exact property")
 
@@ -30,12 +37,6 @@ FLAGS = {
 }  # fmt: skip
 
 both_backends = pytest.mark.parametrize("backend", BACKENDS)
-
-
-@pytest.fixture(autouse=True)
-def in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("text.txt").write_bytes(TEXT.encode())
 
 
 def train(out: str, *flags: str) -> int:

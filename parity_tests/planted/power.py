@@ -40,8 +40,10 @@ ALL_BUGS = (*BUGS, *BLIND_BUGS, *GPT2_BUGS)
 # the full recipes.
 LEFT_OUT = (
     "test_planted.py", "test_package.py", "test_verify.py", "test_headline.py", "test_hints.py",
-    "test_bundle.py", "test_interop.py", "test_oracle_api.py", "test_planted_gpt2.py",
-    "test_distributed.py", "test_precision.py", "test_styles.py", "test_style_refusals.py",
+    "test_bundle_files.py", "test_bundle_verdicts.py", "test_bundle_export.py", "test_interop.py",
+    "test_oracle_api.py", "test_planted_gpt2.py", "test_distributed.py", "test_distributed_jobs.py",
+    "test_precision.py", "test_precision_verdicts.py", "test_devices_and_compiled.py",
+    "test_styles.py", "test_styles_judged.py", "test_style_refusals.py",
     "test_llmc.py", "test_hf_folders.py", "test_hf_commands.py", "test_bpe.py",
     "test_bpe_folder.py", "test_transformers.py", "test_bench.py", "test_bench_gpt2.py",
     "test_documents.py", "test_html.py", "test_html_browser.py", "test_gpt2_oracle.py",
