@@ -11,7 +11,7 @@ from typing import Any
 
 from threadpoolctl import threadpool_limits
 
-from gpt_parity.config import BACKENDS
+from gpt_parity.choices import BACKENDS
 from gpt_parity.model_config import GPT2Config, GPTConfig
 from gpt_parity.schedule import require_integer
 

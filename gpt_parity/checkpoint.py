@@ -20,7 +20,8 @@ from safetensors.numpy import save
 from gpt_parity.arrays import read_safetensors
 from gpt_parity.backends import backend_of, build_model
 from gpt_parity.bpe import BytePairTokenizer
-from gpt_parity.config import BACKENDS, DTYPES, TrainConfig
+from gpt_parity.choices import BACKENDS, DTYPES
+from gpt_parity.config import TrainConfig
 from gpt_parity.corpus import CharTokenizer
 from gpt_parity.files import write_atomically
 from gpt_parity.manifest import one_line, parse_manifest, shown, some

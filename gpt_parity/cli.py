@@ -18,19 +18,13 @@ from cyclopts import App, CoercionError, CycloptsError, Parameter, Token
 from rich.console import Console
 
 from gpt_parity.backends import MissingBackendError, thread_limit
-from gpt_parity.config import (
-    BenchConfig,
-    CheckConfig,
-    ExportConfig,
-    GenerateConfig,
-    NamesConfig,
-    TrainConfig,
-    VerifyConfig,
-    require_place,
-)
+from gpt_parity.bench.config import BenchConfig
+from gpt_parity.choices import require_place
+from gpt_parity.config import GenerateConfig, TrainConfig
 from gpt_parity.display import discard, say
 from gpt_parity.hf_commands import export_hf, import_hf
 from gpt_parity.lessons.config import ExplainConfig, FillValueConfig, LockstepConfig
+from gpt_parity.oracle_config import CheckConfig, ExportConfig, NamesConfig, VerifyConfig
 from gpt_parity.provenance import package_version
 
 if TYPE_CHECKING:

@@ -149,6 +149,15 @@ class GPT2Config(GPTConfig):
         return 12 * self.embedding_size**2
 
 
+@dataclass(frozen=True)
+class Preset:
+    """Sizes of a reference model and of its one batch."""
+
+    model: GPTConfig
+    batch_size: int
+    length: int
+
+
 def model_config(content: Mapping[str, Any]) -> GPTConfig:
     """The configuration with these fields, of a GPT-2 if it has heads; raises what both raise."""
     return (GPT2Config if "heads" in content else GPTConfig)(**content)

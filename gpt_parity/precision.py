@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from gpt_parity.backends import load_backend
-from gpt_parity.config import Device, Precision
+from gpt_parity.choices import Device, Precision
 
 # Without one of them torch.compile has nothing to compile with on a CPU.
 COMPILERS = ("g++", "clang++", "c++", "cl")

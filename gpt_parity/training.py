@@ -13,8 +13,9 @@ import numpy as np
 from gpt_parity.anomaly import AnomalyError, first_non_finite
 from gpt_parity.backends import backend_of, build_model, load_backend
 from gpt_parity.bpe import BytePairTokenizer
-from gpt_parity.config import GPTConfig, TrainConfig
+from gpt_parity.config import TrainConfig
 from gpt_parity.corpus import CharDataset, CharTokenizer
+from gpt_parity.model_config import GPTConfig
 from gpt_parity.precision import Engine, placed, require_machine
 from gpt_parity.sampling import sample
 from gpt_parity.schedule import require_integer

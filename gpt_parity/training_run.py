@@ -15,12 +15,13 @@ import numpy as np
 
 from gpt_parity.anomaly import AnomalyError, watch
 from gpt_parity.checkpoint import CHECKPOINT_NAME, Checkpoint, TrainingRun, save_checkpoint
-from gpt_parity.config import CHECKPOINT, VALIDATION, GPTConfig, TrainConfig
+from gpt_parity.config import CHECKPOINT, VALIDATION, TrainConfig
 from gpt_parity.corpus import CharDataset, Corpus
 from gpt_parity.display import Display, validation_table
 from gpt_parity.distributed import ALONE, LostProcessError, agreed, first_to_tell
 from gpt_parity.files import write_atomically
 from gpt_parity.interrupts import Stop, StopBetweenSteps
+from gpt_parity.model_config import GPTConfig
 from gpt_parity.plots import draw, has_matplotlib
 from gpt_parity.provenance import portable, provenance
 from gpt_parity.run_folder import (

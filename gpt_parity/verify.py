@@ -12,9 +12,10 @@ import numpy as np
 
 from gpt_parity.backends import build_model, load_backend, thread_limit
 from gpt_parity.checkpoint import Checkpoint, load_checkpoint, tokenizer_of
-from gpt_parity.config import GPT2Config, GPTConfig, TrainConfig, VerifyConfig
+from gpt_parity.config import TrainConfig
 from gpt_parity.corpus import CharDataset, CharTokenizer, Corpus, read_corpus
 from gpt_parity.interrupts import interrupts_ignored
+from gpt_parity.model_config import GPT2Config, GPTConfig
 from gpt_parity.oracle.arithmetic import Arithmetic, one_pass, show_slips_in
 from gpt_parity.oracle.compare import Report, compare_traces
 from gpt_parity.oracle.complex_step import Vote, complex_step_votes
@@ -32,6 +33,7 @@ from gpt_parity.oracle.rounding import FLOAT32, FLOAT64, Unit
 from gpt_parity.oracle.slips import Sighting, show_slips
 from gpt_parity.oracle.tolerance import Tolerances, model_tolerances
 from gpt_parity.oracle.trace import Trace, trace
+from gpt_parity.oracle_config import VerifyConfig
 from gpt_parity.precision import require_machine
 from gpt_parity.schedule import WarmupCosineScheduler
 from gpt_parity.token_dataset import TokenDataset

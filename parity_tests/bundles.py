@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from gpt_parity.cli import main
-from gpt_parity.config import ExportConfig
 from gpt_parity.oracle.bundle import Bundle
 from gpt_parity.oracle.bundle_files import save_bundle
 from gpt_parity.oracle.subject import export
+from gpt_parity.oracle_config import ExportConfig
 from parity_tests.candidates import submission
 
 FORMS = ("ref.safetensors", "ref.npz", "ref")

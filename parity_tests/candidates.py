@@ -9,8 +9,7 @@ from typing import Any, Literal
 import numpy as np
 
 from gpt_parity.backends import build_model, load_backend
-from gpt_parity.config import GPTConfig
-from gpt_parity.model_config import GPT2Config
+from gpt_parity.model_config import GPT2Config, GPTConfig
 from gpt_parity.oracle.bundle import STEP, Bundle, make_bundle, pass_arrays, step_key
 from gpt_parity.oracle.graph import GRAD, LOSS_KEY
 from gpt_parity.oracle.lockstep import Runner

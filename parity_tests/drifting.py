@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 from gpt_parity.cli import main
-from gpt_parity.config import GPTConfig, VerifyConfig
 from gpt_parity.lessons import drift as command
+from gpt_parity.model_config import GPTConfig
+from gpt_parity.oracle_config import VerifyConfig
 from gpt_parity.verify import Subject, subject_of
 
 CHECKOUT = Path(__file__).resolve().parents[1]

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from gpt_parity.config import GPT2Config
+from gpt_parity.model_config import GPT2Config
 
 Weights = dict[str, np.ndarray]
 

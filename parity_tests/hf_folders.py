@@ -12,9 +12,8 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from gpt_parity.checkpoint import Checkpoint
-from gpt_parity.config import GPTConfig
 from gpt_parity.hf import import_hf
-from gpt_parity.model_config import GPT2Config
+from gpt_parity.model_config import GPT2Config, GPTConfig
 
 # No two sizes are equal, but that attn.c_proj is square.
 CONFIG = GPT2Config(13, 7, 12, 2, heads=3)

@@ -11,7 +11,8 @@ import numpy as np
 import numpy_impl
 import torch_impl
 from gpt_parity.backends import build_model
-from gpt_parity.config import MODELS, GPT2Config, GPTConfig, ModelName
+from gpt_parity.choices import MODELS, ModelName
+from gpt_parity.model_config import GPT2Config, GPTConfig
 from gpt_parity.oracle.compare import Report, compare_traces
 from gpt_parity.oracle.rounding import UNITS
 from gpt_parity.oracle.tolerance import Tolerances, model_tolerances

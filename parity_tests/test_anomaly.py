@@ -13,8 +13,9 @@ import torch
 from gpt_parity.anomaly import AnomalyError, first_non_finite, watch
 from gpt_parity.backends import build_model, load_backend
 from gpt_parity.checkpoint import load_checkpoint
+from gpt_parity.choices import BACKENDS
 from gpt_parity.cli import main
-from gpt_parity.config import BACKENDS, GPTConfig
+from gpt_parity.model_config import GPTConfig
 from gpt_parity.training_run import Run
 from gpt_parity.weights import get_weights, set_weights
 

@@ -12,6 +12,7 @@ import pytest
 
 from gpt_parity.bench import contenders as contenders_module
 from gpt_parity.bench import parts
+from gpt_parity.bench.config import BENCHMARKS, BenchConfig
 from gpt_parity.bench.contenders import Contender, contenders
 from gpt_parity.bench.floor import FloorStep
 from gpt_parity.bench.growth import AXES, exponent, growth_section, operations, plot_growth
@@ -19,7 +20,7 @@ from gpt_parity.bench.parts import bytes_that_must_live
 from gpt_parity.bench.timing import MINIMUM_ROUNDS, Times, interleaved
 from gpt_parity.bench.worker import measure_operations, random_batches, require_same_work
 from gpt_parity.cli import main
-from gpt_parity.config import BENCHMARKS, BenchConfig, GPTConfig, Preset
+from gpt_parity.model_config import GPTConfig, Preset
 from gpt_parity.oracle.compare import LOSS, PARAMETER, compare
 from numpy_impl import AdamWOptimizer, GPTLoss
 from parity_tests.models import SIZES, ModelCase, build, fill, reference

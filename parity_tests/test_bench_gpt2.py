@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from gpt_parity.bench import gpt2_parts, parts, timing
+from gpt_parity.bench.config import BENCHMARKS, BenchConfig, BenchPart, BenchSize
 from gpt_parity.bench.contenders import Contender, contenders, trainer_of
 from gpt_parity.bench.gpt2_worker import measure_cache, require_same_logits
 from gpt_parity.bench.parts import PARTS, bytes_that_must_live, rivals
@@ -24,15 +25,7 @@ from gpt_parity.bench.worker import (
     require_same_work,
 )
 from gpt_parity.cli import main
-from gpt_parity.config import (
-    BENCHMARKS,
-    BenchConfig,
-    BenchPart,
-    BenchSize,
-    GPT2Config,
-    GPTConfig,
-    Preset,
-)
+from gpt_parity.model_config import GPT2Config, GPTConfig, Preset
 from numpy_impl.gpt2 import GPT2, GPT2Attention
 from numpy_impl.layers import Tril
 

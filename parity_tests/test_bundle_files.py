@@ -14,10 +14,10 @@ import pytest
 from safetensors.numpy import save_file
 
 from gpt_parity.arrays import read_arrays, write_arrays
-from gpt_parity.config import ExportConfig
 from gpt_parity.oracle.bundle import Bundle
 from gpt_parity.oracle.bundle_files import load_bundle, save_bundle
 from gpt_parity.oracle.subject import export
+from gpt_parity.oracle_config import ExportConfig
 from parity_tests import bundles
 from parity_tests.bundles import FORMS, SQUARE, Arrays, check
 from parity_tests.comparers import assert_same_bits

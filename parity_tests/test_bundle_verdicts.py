@@ -12,10 +12,10 @@ import pytest
 
 from gpt_parity.arrays import write_arrays
 from gpt_parity.cli import main
-from gpt_parity.config import ExportConfig
 from gpt_parity.oracle.bundle import Bundle
 from gpt_parity.oracle.bundle_files import load_bundle, save_bundle
 from gpt_parity.oracle.subject import export
+from gpt_parity.oracle_config import ExportConfig
 from parity_tests import bundles
 from parity_tests.bundles import SQUARE, Arrays, check
 from parity_tests.candidates import submission

@@ -18,17 +18,11 @@ from threadpoolctl import threadpool_info
 
 from gpt_parity import cli
 from gpt_parity.backends import thread_limit
+from gpt_parity.bench.config import BenchConfig
 from gpt_parity.cli import main
-from gpt_parity.config import (
-    BenchConfig,
-    CheckConfig,
-    ExportConfig,
-    GenerateConfig,
-    NamesConfig,
-    TrainConfig,
-    VerifyConfig,
-)
+from gpt_parity.config import GenerateConfig, TrainConfig
 from gpt_parity.lessons.config import ExplainConfig, FillValueConfig, LockstepConfig
+from gpt_parity.oracle_config import CheckConfig, ExportConfig, NamesConfig, VerifyConfig
 from gpt_parity.provenance import command_line, provenance
 from parity_tests.command_line import (
     CHECKOUT,

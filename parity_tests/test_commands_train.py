@@ -17,10 +17,12 @@ import pytest
 
 from gpt_parity.backends import load_backend
 from gpt_parity.checkpoint import load_checkpoint
+from gpt_parity.choices import BACKENDS
 from gpt_parity.cli import main
-from gpt_parity.config import BACKENDS, GPTConfig, TrainConfig
+from gpt_parity.config import TrainConfig
 from gpt_parity.corpus import CharDataset, read_corpus
 from gpt_parity.display import Display, validation_table
+from gpt_parity.model_config import GPTConfig
 from gpt_parity.run_folder import RUN_FILES
 from gpt_parity.training import GPTTrainer, StepResult, new_trainer
 from gpt_parity.training_run import Run

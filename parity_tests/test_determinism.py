@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from gpt_parity.checkpoint import load_checkpoint
+from gpt_parity.choices import BACKENDS
 from gpt_parity.cli import main
-from gpt_parity.config import BACKENDS
 
 pytestmark = pytest.mark.reference("exact property")
 

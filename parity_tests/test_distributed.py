@@ -16,9 +16,11 @@ from hypothesis import given
 
 from gpt_parity import distributed
 from gpt_parity.backends import build_model
+from gpt_parity.choices import BACKENDS
 from gpt_parity.cli import main
-from gpt_parity.config import BACKENDS, GPTConfig, TrainConfig
+from gpt_parity.config import TrainConfig
 from gpt_parity.distributed import DistributedTrainer, Group, joined
+from gpt_parity.model_config import GPTConfig
 from gpt_parity.oracle import lockstep, processes
 from gpt_parity.oracle.lockstep import Outcome, Runner, Setting, judge_step
 from gpt_parity.oracle.processes import SLIPS, STEPS, Trial, row_counts, several_processes

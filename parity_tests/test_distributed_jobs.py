@@ -14,8 +14,9 @@ import pytest
 
 from gpt_parity.backends import build_model
 from gpt_parity.checkpoint import Checkpoint, load_checkpoint
+from gpt_parity.choices import BACKENDS
 from gpt_parity.cli import main
-from gpt_parity.config import BACKENDS, TrainConfig
+from gpt_parity.config import TrainConfig
 from gpt_parity.corpus import CharDataset
 from gpt_parity.oracle import processes
 from gpt_parity.oracle.compare import compare

@@ -10,9 +10,10 @@ import pytest
 
 import numpy_impl
 import torch_impl
-from gpt_parity.config import TrainConfig, VerifyConfig
+from gpt_parity.config import TrainConfig
 from gpt_parity.lessons.drift_runs import KINDS, looks
 from gpt_parity.oracle.lockstep import Runner
+from gpt_parity.oracle_config import VerifyConfig
 from gpt_parity.schedule import WarmupCosineScheduler
 from gpt_parity.verify import Subject, lockstep_setting
 from parity_tests.drifting import (

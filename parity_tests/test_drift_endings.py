@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from gpt_parity.backends import build_model
-from gpt_parity.config import GPTConfig, TrainConfig
+from gpt_parity.config import TrainConfig
 from gpt_parity.corpus import CharDataset
 from gpt_parity.lessons import endings as lesson
 from gpt_parity.lessons.constants import (
@@ -30,6 +30,7 @@ from gpt_parity.lessons.endings import (
     read_endings,
     start_weights,
 )
+from gpt_parity.model_config import GPTConfig
 from gpt_parity.oracle.lockstep import Runner, Setting
 from gpt_parity.weights import get_weights
 

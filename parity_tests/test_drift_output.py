@@ -16,12 +16,12 @@ import pytest
 from rich.console import Console
 
 from gpt_parity.cli import main
-from gpt_parity.config import VerifyConfig
 from gpt_parity.lessons import drift as command
 from gpt_parity.lessons import drift_plot
 from gpt_parity.lessons.config import LockstepConfig, Side
 from gpt_parity.lessons.drift_runs import KINDS, Distance, Drift, Look, SideRunner, drift, looks
 from gpt_parity.oracle.rounding import FLOAT32
+from gpt_parity.oracle_config import VerifyConfig
 from gpt_parity.plots import draw, has_matplotlib
 from gpt_parity.verify import lockstep_setting
 from parity_tests.drifting import (

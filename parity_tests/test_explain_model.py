@@ -12,11 +12,12 @@ from rich.cells import cell_len
 
 from gpt_parity.backends import build_model
 from gpt_parity.checkpoint import load_checkpoint, save_checkpoint
+from gpt_parity.choices import BACKENDS
 from gpt_parity.cli import main
-from gpt_parity.config import BACKENDS, GPTConfig
 from gpt_parity.lessons import heat_maps
 from gpt_parity.lessons.attention import compute
 from gpt_parity.lessons.config import MOST_POSITIONS
+from gpt_parity.model_config import GPTConfig
 from parity_tests.walks import Plain, joined, shown, tables
 
 pytestmark = pytest.mark.reference("by hand")

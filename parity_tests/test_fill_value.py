@@ -17,12 +17,14 @@ import pytest
 
 from gpt_parity.backends import build_model, load_backend
 from gpt_parity.checkpoint import load_checkpoint
+from gpt_parity.choices import BACKENDS
 from gpt_parity.cli import main
-from gpt_parity.config import BACKENDS, GPTConfig, TrainConfig
+from gpt_parity.config import TrainConfig
 from gpt_parity.corpus import CharDataset
 from gpt_parity.lessons import fill_value
 from gpt_parity.lessons.config import FillValueConfig
 from gpt_parity.lessons.fill_value import future_weight, measure, next_loss, probe
+from gpt_parity.model_config import GPTConfig
 from gpt_parity.training import GPTTrainer
 from gpt_parity.weights import get_weights, set_weights
 from numpy_impl import Tensor

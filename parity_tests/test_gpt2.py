@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 
 from gpt_parity.backends import build_model
-from gpt_parity.config import GPT2Config
+from gpt_parity.model_config import GPT2Config
 from gpt_parity.oracle.compare import PARAMETER, compare
 from gpt_parity.oracle.rounding import FLOAT64, bound
 from gpt_parity.oracle.tolerance import model_tolerances

@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 
 from gpt_parity.backends import build_model
-from gpt_parity.config import BACKENDS, GPT2_PRESETS, GPT2Config
+from gpt_parity.choices import BACKENDS
+from gpt_parity.config import GPT2_PRESETS
+from gpt_parity.model_config import GPT2Config
 from gpt_parity.weights import get_weights
 from numpy_impl.gpt2 import GPT2
 from torch_impl.gpt2 import GPT2 as TorchGPT2

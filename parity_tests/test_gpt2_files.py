@@ -11,7 +11,8 @@ import pytest
 
 from gpt_parity.checkpoint import load_checkpoint
 from gpt_parity.cli import main
-from gpt_parity.config import LATER, GPT2Config, GPTConfig, TrainConfig
+from gpt_parity.config import LATER, TrainConfig
+from gpt_parity.model_config import GPT2Config, GPTConfig
 from parity_tests.resumed_runs import (
     in_a_folder_of_its_own,  # noqa: F401 (a fixture)
     kill_at,

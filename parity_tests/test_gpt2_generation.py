@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from gpt_parity.backends import build_model
-from gpt_parity.config import BACKENDS, GPT2Config, GPTConfig
+from gpt_parity.choices import BACKENDS
 from gpt_parity.corpus import CharTokenizer
+from gpt_parity.model_config import GPT2Config, GPTConfig
 from gpt_parity.sampling import sample
 from gpt_parity.training import stream
 from gpt_parity.weights import get_weights, set_weights

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 import torch_impl.gpt2
-from gpt_parity.config import PRESETS, ExportConfig
 from gpt_parity.html.heat import errors, heat_map
 from gpt_parity.oracle import cmp
 from gpt_parity.oracle.bundle import Bundle, make_bundle
@@ -18,6 +17,7 @@ from gpt_parity.oracle.lockstep import Runner, judge_step, noisy_step, step_tole
 from gpt_parity.oracle.rounding import FLOAT32, MonteCarloArithmetic
 from gpt_parity.oracle.subject import export, order_one
 from gpt_parity.oracle.verdict import check_arrays
+from gpt_parity.oracle_config import PRESETS, ExportConfig
 from parity_tests.candidates import submission
 
 CONFIG = PRESETS["gpt2-tiny"].model

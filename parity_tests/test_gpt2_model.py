@@ -11,7 +11,8 @@ import torch
 
 from gpt_parity.backends import build_model, load_backend
 from gpt_parity.checkpoint import load_checkpoint, save_checkpoint
-from gpt_parity.config import BACKENDS, GPT2Config
+from gpt_parity.choices import BACKENDS
+from gpt_parity.model_config import GPT2Config
 from gpt_parity.oracle.rounding import UNITS
 from gpt_parity.oracle.tolerance import Tolerances, model_tolerances
 from gpt_parity.oracle.trace import Trace, trace

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from gpt_parity.backends import build_model, load_backend
-from gpt_parity.config import ExportConfig
 from gpt_parity.oracle import Bundle, check_ops
 from gpt_parity.oracle.model_ops import IN_MODELS
 from gpt_parity.oracle.subject import export
 from gpt_parity.oracle.trace import trace
+from gpt_parity.oracle_config import ExportConfig
 from gpt_parity.weights import set_weights
 from parity_tests.ops_by_hand import NUMPY, TORCH, altered
 from parity_tests.wrong_ops import statistics_fixed

@@ -14,7 +14,6 @@ import pytest
 
 from gpt_parity import cli
 from gpt_parity.backends import build_model, load_backend
-from gpt_parity.config import PRESETS, ExportConfig
 from gpt_parity.html.flow import flow
 from gpt_parity.html.tensors import tensors
 from gpt_parity.oracle import Bundle, Judgement, Report, check, load_bundle, save_bundle
@@ -22,6 +21,7 @@ from gpt_parity.oracle.compare import FORWARD, PARAMETER
 from gpt_parity.oracle.graph import graph
 from gpt_parity.oracle.subject import export
 from gpt_parity.oracle.verdict import check_arrays
+from gpt_parity.oracle_config import PRESETS, ExportConfig
 from gpt_parity.weights import set_weights
 from parity_tests.candidates import submission
 from parity_tests.html_pages import read_page

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from gpt_parity.backends import build_model
-from gpt_parity.config import BACKENDS
+from gpt_parity.choices import BACKENDS
 from gpt_parity.model_config import GPT2Config
 from gpt_parity.oracle.complex_step import complex_step_votes
 from gpt_parity.tensors import as_array

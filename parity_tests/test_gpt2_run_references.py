@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from gpt_parity.backends import build_model, load_backend
-from gpt_parity.config import BACKENDS
+from gpt_parity.choices import BACKENDS
 from gpt_parity.corpus import CharDataset, CharTokenizer
 from gpt_parity.model_config import GPT2Config
 from gpt_parity.sampling import sample

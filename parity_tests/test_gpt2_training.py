@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 
 from gpt_parity.checkpoint import load_checkpoint
+from gpt_parity.choices import BACKENDS
 from gpt_parity.cli import main
-from gpt_parity.config import BACKENDS, GPT2Config
 from gpt_parity.corpus import CharDataset
+from gpt_parity.model_config import GPT2Config
 from gpt_parity.oracle.rounding import FLOAT64
 from gpt_parity.training import GPTTrainer
 from parity_tests.comparers import assert_agree

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from gpt_parity import cli
-from gpt_parity.config import BACKENDS, DTYPES
+from gpt_parity.choices import BACKENDS, DTYPES
 
 TEXT = Path(__file__).resolve().parent.parent / "data" / "tinyshakespeare.txt"
 PUBLISHED = 2.0406

@@ -14,11 +14,12 @@ from safetensors.numpy import load_file, save_file
 from gpt_parity.backends import build_model
 from gpt_parity.bpe import BytePairTokenizer
 from gpt_parity.checkpoint import load_checkpoint, save_checkpoint
+from gpt_parity.choices import BACKENDS
 from gpt_parity.cli import main
-from gpt_parity.config import BACKENDS, VerifyConfig
 from gpt_parity.files import write_folder
 from gpt_parity.hf import hf_files, import_hf
 from gpt_parity.model_config import GPT2Config
+from gpt_parity.oracle_config import VerifyConfig
 from gpt_parity.training import stream
 from gpt_parity.verify import subject_of
 from gpt_parity.weights import get_weights, set_weights

@@ -15,9 +15,10 @@ import torch
 from safetensors.numpy import load_file, save_file
 
 from gpt_parity.backends import build_model
-from gpt_parity.config import DTYPES, GPTConfig
+from gpt_parity.choices import DTYPES
 from gpt_parity.files import write_folder
 from gpt_parity.hf import hf_files, import_hf
+from gpt_parity.model_config import GPTConfig
 from gpt_parity.oracle.compare import FORWARD, compare
 from gpt_parity.oracle.rounding import UNITS
 from gpt_parity.oracle.tolerance import model_tolerances

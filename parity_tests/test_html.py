@@ -13,19 +13,20 @@ import pytest
 from gpt_parity import cli
 from gpt_parity.backends import build_model
 from gpt_parity.checkpoint import save_checkpoint
-from gpt_parity.config import CheckConfig, ExportConfig, GPTConfig, VerifyConfig
 from gpt_parity.html.check_page import check_page
 from gpt_parity.html.curves import thinned
 from gpt_parity.html.flow import flow
 from gpt_parity.html.heat import NOT_FINITE, WITHIN, errors, heat_map, levels
 from gpt_parity.html.tensors import MOST_BYTES, Tensor, error_maps, tensor_table, tensors
 from gpt_parity.html.verify_page import verify_page
+from gpt_parity.model_config import GPTConfig
 from gpt_parity.oracle import Bundle, Judgement, Report, Tolerance, compare, save_bundle
 from gpt_parity.oracle.compare import FORWARD, PARAMETER, Pair
 from gpt_parity.oracle.lockstep import Outcome
 from gpt_parity.oracle.report import Verification
 from gpt_parity.oracle.subject import export
 from gpt_parity.oracle.verdict import check_arrays, check_file
+from gpt_parity.oracle_config import CheckConfig, ExportConfig, VerifyConfig
 from gpt_parity.verify import verify
 from numpy_impl import functional
 from numpy_impl.tensor import Tensor as Variable

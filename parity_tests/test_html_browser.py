@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 
 from gpt_parity import cli
-from gpt_parity.config import ExportConfig
 from gpt_parity.html.verify_page import verify_page
 from gpt_parity.oracle import save_bundle
 from gpt_parity.oracle.subject import export
+from gpt_parity.oracle_config import ExportConfig
 from numpy_impl import functional
 from parity_tests.candidates import submission
 from parity_tests.test_html import verification, wrong_gelu  # noqa: F401 (a fixture)

@@ -18,10 +18,10 @@ import numpy as np
 import pytest
 
 from gpt_parity.cli import main
-from gpt_parity.config import CheckConfig
 from gpt_parity.oracle.bundle_files import load_bundle
 from gpt_parity.oracle.functions import check
 from gpt_parity.oracle.verdict import check_file
+from gpt_parity.oracle_config import CheckConfig
 from parity_tests.interop import autograd_gpt, torch_function_gpt
 
 HERE = Path(__file__).resolve().parent / "interop"

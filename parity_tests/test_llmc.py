@@ -11,13 +11,13 @@ import pytest
 
 from gpt_parity.arrays import write_arrays
 from gpt_parity.cli import main
-from gpt_parity.config import CheckConfig
 from gpt_parity.model_config import GPT2Config
 from gpt_parity.oracle.bundle import Bundle, make_bundle
 from gpt_parity.oracle.bundle_files import load_bundle, save_bundle
 from gpt_parity.oracle.llmc import pair, read_ids, read_llmc, read_state, write_pair
 from gpt_parity.oracle.subject import order_one, read_weights
 from gpt_parity.oracle.verdict import check_file
+from gpt_parity.oracle_config import CheckConfig
 from parity_tests.comparers import assert_same_bits
 from parity_tests.interop import styled_gpt2
 

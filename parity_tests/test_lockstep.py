@@ -14,7 +14,9 @@ import numpy_impl
 import torch_impl
 from gpt_parity.backends import build_model
 from gpt_parity.checkpoint import Checkpoint
-from gpt_parity.config import MODELS, GPT2Config, GPTConfig, ModelName, TrainConfig
+from gpt_parity.choices import MODELS, ModelName
+from gpt_parity.config import TrainConfig
+from gpt_parity.model_config import GPT2Config, GPTConfig
 from gpt_parity.oracle.hops import hopping_float64, steps_of
 from gpt_parity.oracle.lockstep import (
     QUANTITIES,

@@ -21,7 +21,9 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from gpt_parity.checkpoint import MOMENTS, load_checkpoint, save_checkpoint
-from gpt_parity.config import BACKENDS, GPTConfig, TrainConfig
+from gpt_parity.choices import BACKENDS
+from gpt_parity.config import TrainConfig
+from gpt_parity.model_config import GPTConfig
 from gpt_parity.oracle.compare import compare
 from gpt_parity.oracle.lockstep import (
     NOISY_TRAININGS,

@@ -13,7 +13,8 @@ import pytest
 from hypothesis import given, settings, target
 
 from gpt_parity.backends import build_model
-from gpt_parity.config import MODELS, GPT2Config, GPTConfig, ModelName
+from gpt_parity.choices import MODELS, ModelName
+from gpt_parity.model_config import GPT2Config, GPTConfig
 from gpt_parity.oracle.compare import FORWARD, GRADIENT, PARAMETER, Report, compare_traces
 from gpt_parity.oracle.complex_step import complex_step_votes
 from gpt_parity.oracle.rounding import FLOAT64, bound

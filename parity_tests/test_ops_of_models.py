@@ -12,7 +12,7 @@ import pytest
 
 import torch_impl
 from gpt_parity.backends import build_model
-from gpt_parity.config import GPTConfig
+from gpt_parity.model_config import GPTConfig
 from gpt_parity.oracle.model_ops import IN_MODELS, check_ops
 from gpt_parity.oracle.trace import trace
 from gpt_parity.weights import set_weights

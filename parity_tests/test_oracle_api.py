@@ -13,10 +13,10 @@ import pytest
 import torch
 
 import torch_impl
-from gpt_parity.config import PRESETS, ExportConfig
 from gpt_parity.oracle import Bundle, Report, check, save_bundle
 from gpt_parity.oracle.compare import LONGEST
 from gpt_parity.oracle.subject import export
+from gpt_parity.oracle_config import PRESETS, ExportConfig
 from gpt_parity.weights import set_weights
 from parity_tests.interop import styled_gpt2
 from parity_tests.interop.torch_function_gpt import CausalAttention, loss_and_gradients

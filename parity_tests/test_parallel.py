@@ -15,7 +15,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpt_parity.config import BENCHMARKS, TrainConfig
+from gpt_parity.bench.config import BENCHMARKS
+from gpt_parity.config import TrainConfig
 from gpt_parity.machine import available_cores
 from gpt_parity.oracle.compare import LOSS, PARAMETER, compare
 from gpt_parity.training import GPTTrainer, new_trainer

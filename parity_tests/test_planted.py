@@ -19,8 +19,8 @@ import numpy_impl
 import torch_impl.layers
 from gpt_parity import training
 from gpt_parity.backends import build_model
-from gpt_parity.config import GPTConfig
 from gpt_parity.corpus import CharDataset, CharTokenizer
+from gpt_parity.model_config import GPTConfig
 from gpt_parity.oracle.trace import Trace, trace
 from gpt_parity.schedule import WarmupCosineScheduler
 from gpt_parity.weights import get_weights

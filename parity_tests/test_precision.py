@@ -15,7 +15,8 @@ from safetensors.numpy import load_file
 from gpt_parity import precision
 from gpt_parity.backends import load_backend
 from gpt_parity.cli import main
-from gpt_parity.config import LATER, TrainConfig, VerifyConfig
+from gpt_parity.config import LATER, TrainConfig
+from gpt_parity.oracle_config import VerifyConfig
 from gpt_parity.precision import Engine, require_machine
 from gpt_parity.training import new_trainer
 from parity_tests.tiny_twins import (

@@ -12,10 +12,11 @@ import torch
 
 from gpt_parity.backends import build_model
 from gpt_parity.cli import main
-from gpt_parity.config import GPT2Config, GPTConfig, VerifyConfig
+from gpt_parity.model_config import GPT2Config, GPTConfig
 from gpt_parity.oracle import slips
 from gpt_parity.oracle.arithmetic import Arithmetic, one_pass, show_slips_in
 from gpt_parity.oracle.rounding import UNITS
+from gpt_parity.oracle_config import VerifyConfig
 from gpt_parity.precision import Engine
 from gpt_parity.verify import verify
 from gpt_parity.weights import get_weights

@@ -13,8 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpt_parity.backends import build_model, load_backend
-from gpt_parity.config import GPT2_PRESETS, LATER, GPT2Config, GPTConfig, TrainConfig
+from gpt_parity.config import GPT2_PRESETS, LATER, TrainConfig
 from gpt_parity.corpus import CharDataset
+from gpt_parity.model_config import GPT2Config, GPTConfig
 from gpt_parity.training import GPTTrainer
 from gpt_parity.weights import get_weights
 

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from gpt_parity.checkpoint import load_checkpoint, save_checkpoint
-from gpt_parity.config import BACKENDS, TrainConfig
+from gpt_parity.choices import BACKENDS
+from gpt_parity.config import TrainConfig
 from gpt_parity.training import GPTTrainer, new_trainer, stream
 from gpt_parity.training_run import Run
 from gpt_parity.weights import set_weights

@@ -10,7 +10,6 @@ import pytest
 
 from gpt_parity.arrays import write_arrays
 from gpt_parity.cli import main
-from gpt_parity.config import ExportConfig
 from gpt_parity.model_config import GPT2Config
 from gpt_parity.oracle.bundle import Bundle, make_bundle
 from gpt_parity.oracle.bundle_files import load_bundle, save_bundle
@@ -18,6 +17,7 @@ from gpt_parity.oracle.llmc import pair, write_pair
 from gpt_parity.oracle.styles import from_style, names, to_style
 from gpt_parity.oracle.subject import order_one
 from gpt_parity.oracle.verdict import check_arrays
+from gpt_parity.oracle_config import ExportConfig
 
 Arrays = dict[str, np.ndarray]
 # Few tokens, whose table llm.c pads to 128 rows.

@@ -11,13 +11,13 @@ import pytest
 
 from gpt_parity.arrays import write_arrays
 from gpt_parity.cli import main
-from gpt_parity.config import NamesConfig
 from gpt_parity.model_config import GPT2Config, GPTConfig
 from gpt_parity.oracle.bundle import Bundle, make_bundle
 from gpt_parity.oracle.bundle_files import load_bundle, save_bundle
 from gpt_parity.oracle.styles import STYLES, names, to_style
 from gpt_parity.oracle.subject import read_weights
 from gpt_parity.oracle.verdict import check_arrays
+from gpt_parity.oracle_config import NamesConfig
 from parity_tests.comparers import assert_same_bits
 from parity_tests.interop import styled_gpt2
 from parity_tests.styled_weights import C_ATTN, CONFIG, OTHERS, SQUARE, Arrays, padding, weights

@@ -12,9 +12,10 @@ import pytest
 
 from gpt_parity.backends import build_model
 from gpt_parity.checkpoint import load_checkpoint, save_checkpoint
+from gpt_parity.choices import BACKENDS
 from gpt_parity.cli import main
-from gpt_parity.config import BACKENDS, GPTConfig
 from gpt_parity.corpus import CharDataset, CharTokenizer, read_corpus
+from gpt_parity.model_config import GPTConfig
 from gpt_parity.training import GPTTrainer
 from gpt_parity.weights import set_weights
 from numpy_impl import AdamWOptimizer, GPTLoss

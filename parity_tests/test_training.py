@@ -15,8 +15,9 @@ import numpy_impl.functional
 import torch_impl.functional
 from gpt_parity.backends import build_model, load_backend
 from gpt_parity.checkpoint import load_checkpoint, save_checkpoint
-from gpt_parity.config import BACKENDS, GPTConfig
+from gpt_parity.choices import BACKENDS
 from gpt_parity.corpus import CharDataset, CharTokenizer
+from gpt_parity.model_config import GPTConfig
 from gpt_parity.oracle.rounding import FLOAT64, TABLE, Call, bound
 from gpt_parity.schedule import WarmupCosineScheduler
 from gpt_parity.training import GPTTrainer, stream

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from gpt_parity.backends import build_model
-from gpt_parity.config import DTYPES
+from gpt_parity.choices import DTYPES
 from gpt_parity.oracle.compare import FORWARD, LOSS, PARAMETER, Report, compare
 from gpt_parity.oracle.rounding import UNITS
 from gpt_parity.oracle.tolerance import Tolerances, model_tolerances

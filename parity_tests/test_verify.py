@@ -17,16 +17,12 @@ import torch
 from gpt_parity import cli
 from gpt_parity.backends import build_model
 from gpt_parity.checkpoint import Checkpoint, save_checkpoint
-from gpt_parity.config import (
-    MODELS,
-    GPT2Config,
-    GPTConfig,
-    ModelName,
-    TrainConfig,
-    VerifyConfig,
-)
+from gpt_parity.choices import MODELS, ModelName
+from gpt_parity.config import TrainConfig
 from gpt_parity.corpus import CharTokenizer
+from gpt_parity.model_config import GPT2Config, GPTConfig
 from gpt_parity.oracle import slips
+from gpt_parity.oracle_config import VerifyConfig
 from gpt_parity.verify import verify
 from numpy_impl import functional
 from numpy_impl.tensor import Tensor
@@ -252,7 +248,7 @@ def test_a_mistake_of_the_user_is_one_line(
 def test_a_folder_that_cannot_be_written_is_known_before_the_work(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gpt_parity.config.os.access", lambda path, mode: mode != os.W_OK)
+    monkeypatch.setattr("gpt_parity.choices.os.access", lambda path, mode: mode != os.W_OK)
     assert cli.main(["verify", "--json", str(tmp_path / "v.json")]) == 2
     error = capsys.readouterr().err
     assert error == (

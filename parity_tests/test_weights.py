@@ -16,7 +16,8 @@ from safetensors.numpy import load
 
 from gpt_parity.backends import backend_of, build_model, load_backend
 from gpt_parity.checkpoint import load_checkpoint, save_checkpoint
-from gpt_parity.config import BACKENDS, DTYPES, GPTConfig
+from gpt_parity.choices import BACKENDS, DTYPES
+from gpt_parity.model_config import GPTConfig
 from gpt_parity.training import GPTTrainer
 from gpt_parity.weights import copy_weights, get_weights, named_parameters, set_weights
 from parity_tests.comparers import assert_same_bits

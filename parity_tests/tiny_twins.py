@@ -11,7 +11,7 @@ from safetensors.numpy import load_file
 
 from gpt_parity.backends import build_model
 from gpt_parity.cli import main
-from gpt_parity.config import PRESETS
+from gpt_parity.oracle_config import PRESETS
 
 TEXT = "the cat sat on the mat, the mat sat on the cat; " * 20
 MODELS = ("gpt", "gpt2")

@@ -10,7 +10,8 @@ import numpy as np
 
 from gpt_parity.backends import build_model, load_backend
 from gpt_parity.checkpoint import save_checkpoint
-from gpt_parity.config import BACKENDS, GPTConfig
+from gpt_parity.choices import BACKENDS
+from gpt_parity.model_config import GPTConfig
 from gpt_parity.training import GPTTrainer
 
 CONFIG = GPTConfig(vocab_size=7, context_size=5, embedding_size=4, blocks=1)

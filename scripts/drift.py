@@ -17,7 +17,7 @@ from rich.progress import track
 
 from gpt_parity.backends import thread_limit
 from gpt_parity.cli import run_app
-from gpt_parity.config import TrainConfig, VerifyConfig
+from gpt_parity.config import TrainConfig
 from gpt_parity.lessons.config import LockstepConfig
 from gpt_parity.lessons.constants import (
     SMALL,
@@ -28,6 +28,7 @@ from gpt_parity.lessons.constants import (
 from gpt_parity.lessons.drift import lockstep_runs
 from gpt_parity.lessons.drift_runs import Drift
 from gpt_parity.lessons.endings import ARITHMETICS, CONSTANTS, Ending, Group, difference, endings
+from gpt_parity.oracle_config import VerifyConfig
 from gpt_parity.record import DOCS, record
 from gpt_parity.schedule import require_integer
 from gpt_parity.verify import subject_of

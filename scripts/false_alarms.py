@@ -21,8 +21,8 @@ from cyclopts import App
 from rich.progress import track
 
 from gpt_parity.backends import thread_limit
+from gpt_parity.choices import MODELS, ModelName
 from gpt_parity.cli import run_app
-from gpt_parity.config import MODELS, ModelName
 from gpt_parity.files import write_atomically
 from gpt_parity.oracle.compare import compare_traces
 from gpt_parity.oracle.tolerance import SPREAD_FACTOR

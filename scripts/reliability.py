@@ -17,7 +17,7 @@ from rich.progress import track
 
 from gpt_parity.backends import thread_limit
 from gpt_parity.cli import run_app
-from gpt_parity.config import VerifyConfig
+from gpt_parity.oracle_config import VerifyConfig
 from gpt_parity.record import DOCS, record
 from gpt_parity.schedule import require_integer
 from gpt_parity.verify import verify

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from gpt_parity.config import Preset
-from gpt_parity.model_config import GPT2Config
+from gpt_parity.model_config import GPT2Config, Preset
 
 Batch = tuple[np.ndarray, np.ndarray]
 BATCHES = 8

@@ -20,7 +20,9 @@ from gpt_parity.backends import build_model, load_backend
 from gpt_parity.bench import floor
 from gpt_parity.bench.common import is_gpt2
 from gpt_parity.bench.unchecked import unchecked_loss
-from gpt_parity.config import Backend, Preset, TrainConfig
+from gpt_parity.choices import Backend
+from gpt_parity.config import TrainConfig
+from gpt_parity.model_config import Preset
 from gpt_parity.training import GPTTrainer, inference, layers_of, new_trainer
 from gpt_parity.weights import get_weights
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
+from gpt_parity.bench.config import BENCHMARKS, BenchConfig
 from gpt_parity.bench.processes import Section, milliseconds, run_worker
-from gpt_parity.config import BENCHMARKS, Backend, BenchConfig
+from gpt_parity.choices import Backend
 from gpt_parity.model_config import GPT2Config
 
 CACHED_MODEL = GPT2Config(65, 1024, 128, 4, heads=4)

@@ -9,9 +9,9 @@ import numpy as np
 
 from gpt_parity.backends import build_model
 from gpt_parity.bench.common import random_batches, resident
+from gpt_parity.bench.config import BENCHMARKS
 from gpt_parity.bench.contenders import contenders
 from gpt_parity.bench.timing import interleaved
-from gpt_parity.config import BENCHMARKS
 from gpt_parity.model_config import model_config
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gpt_parity.config import GPTConfig, Preset
+from gpt_parity.model_config import GPTConfig, Preset
 from gpt_parity.plots import draw
 
 if TYPE_CHECKING:

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from gpt_parity.bench.common import is_gpt2
+from gpt_parity.bench.config import BENCHMARKS, BenchConfig
 from gpt_parity.bench.gpt2_parts import cache, large
 from gpt_parity.bench.growth import AXES, growth_section
 from gpt_parity.bench.processes import Section, milliseconds, run_python, run_worker
-from gpt_parity.config import BENCHMARKS, BenchConfig
 from gpt_parity.machine import available_cores
 from gpt_parity.model_config import GPT2Config
 

@@ -12,9 +12,9 @@ from rich.console import Console
 from rich.table import Table
 
 from gpt_parity.backends import load_backend
+from gpt_parity.bench.config import BenchConfig
 from gpt_parity.bench.growth import plot_growth
 from gpt_parity.bench.parts import PARTS, Section
-from gpt_parity.config import BenchConfig
 from gpt_parity.corpus import read_corpus
 from gpt_parity.files import write_atomically
 from gpt_parity.machine import available_cores

@@ -8,7 +8,7 @@ from typing import Any
 
 from gpt_parity.backends import load_backend
 from gpt_parity.bench.common import is_gpt2
-from gpt_parity.config import Preset
+from gpt_parity.model_config import Preset
 
 Loss = Callable[[Any, Any], Any]
 

@@ -28,12 +28,14 @@ from gpt_parity.bench.common import (
     random_batches,
     resident,
 )
+from gpt_parity.bench.config import BENCHMARKS
 from gpt_parity.bench.contenders import Contender, contenders, trainer_of
 from gpt_parity.bench.gpt2_worker import measure_cache, measure_large
 from gpt_parity.bench.growth import preset
 from gpt_parity.bench.timing import interleaved
-from gpt_parity.config import BENCHMARKS, GPT2Config, GPTConfig, Preset, TrainConfig
+from gpt_parity.config import TrainConfig
 from gpt_parity.corpus import CharDataset, CharTokenizer, read_corpus
+from gpt_parity.model_config import GPT2Config, GPTConfig, Preset
 from gpt_parity.oracle.bundle import pass_arrays
 from gpt_parity.oracle.bundle_files import load_bundle
 from gpt_parity.oracle.trace import trace

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from gpt_parity.config import CheckConfig
 from gpt_parity.html.flow import flow
 from gpt_parity.html.markup import bullets, facts, page, paragraph, section
 from gpt_parity.html.tensors import Tensor, error_maps, tensor_table, tensors
 from gpt_parity.model_config import GPT2Config
 from gpt_parity.oracle.bundle import Bundle
 from gpt_parity.oracle.compare import Report
+from gpt_parity.oracle_config import CheckConfig
 from gpt_parity.provenance import portable, provenance
 
 NAMED = ("gpt_parity", "python", "numpy", "blas", "torch", "machine", "commit", "command")

@@ -9,10 +9,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from gpt_parity.backends import build_model
-from gpt_parity.config import GPTConfig
 from gpt_parity.html.markup import svg, text
 from gpt_parity.html.tensors import Tensor
-from gpt_parity.model_config import GPT2Config
+from gpt_parity.model_config import GPT2Config, GPTConfig
 from gpt_parity.oracle.graph import GRAD, PROJECTED, VALUE, Graph, Node, graph
 from numpy_impl.loss import GPTLoss
 

@@ -11,16 +11,16 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from gpt_parity.config import (
+from gpt_parity.choices import (
     BACKENDS,
     DTYPES,
-    MOST_LOCKSTEPS,
     Backend,
     require_choices,
     require_place,
     require_seed,
     require_threads,
 )
+from gpt_parity.oracle_config import MOST_LOCKSTEPS
 from gpt_parity.plots import require_format, require_matplotlib
 from gpt_parity.schedule import require_integer
 

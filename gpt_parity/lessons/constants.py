@@ -14,7 +14,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from gpt_parity.backends import build_model, load_backend
-from gpt_parity.config import GPTConfig
+from gpt_parity.model_config import GPTConfig
 from gpt_parity.oracle.lockstep import Runner
 from numpy_impl.optim import AdamWOptimizer
 

@@ -16,12 +16,12 @@ from rich.table import Table
 from rich.text import Text
 
 from gpt_parity.backends import thread_limit
-from gpt_parity.config import VerifyConfig
 from gpt_parity.files import write_atomically
 from gpt_parity.lessons.config import LockstepConfig
 from gpt_parity.lessons.drift_plot import plot
 from gpt_parity.lessons.drift_runs import Distance, Drift, Look, SideRunner, drift
 from gpt_parity.oracle.tolerance import RESULT_FACTOR, SPREAD_FACTOR
+from gpt_parity.oracle_config import VerifyConfig
 from gpt_parity.provenance import provenance
 from gpt_parity.schedule import WarmupCosineScheduler
 from gpt_parity.verify import Subject, lockstep_setting, subject_of

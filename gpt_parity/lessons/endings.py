@@ -13,10 +13,11 @@ from pathlib import Path
 import numpy as np
 
 from gpt_parity.backends import build_model, load_backend, thread_limit
-from gpt_parity.config import GPTConfig, TrainConfig
+from gpt_parity.config import TrainConfig
 from gpt_parity.corpus import CharDataset
 from gpt_parity.files import write_atomically
 from gpt_parity.lessons.constants import PARTS, with_float32
+from gpt_parity.model_config import GPTConfig
 from gpt_parity.oracle.lockstep import Runner, Setting
 from gpt_parity.schedule import WarmupCosineScheduler
 from gpt_parity.training import GPTTrainer

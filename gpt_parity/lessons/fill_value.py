@@ -17,10 +17,11 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from gpt_parity.backends import thread_limit
-from gpt_parity.config import GPTConfig, TrainConfig
+from gpt_parity.config import TrainConfig
 from gpt_parity.corpus import CharDataset, Corpus, read_corpus
 from gpt_parity.files import write_atomically
 from gpt_parity.lessons.config import FillValueConfig
+from gpt_parity.model_config import GPTConfig
 from gpt_parity.oracle.trace import trace
 from gpt_parity.schedule import WarmupCosineScheduler
 from gpt_parity.training import GPTTrainer, as_array, inference, new_trainer

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from gpt_parity.backends import build_model, load_backend
-from gpt_parity.config import Device, GPTConfig, Precision
+from gpt_parity.choices import Device, Precision
+from gpt_parity.model_config import GPTConfig
 from gpt_parity.oracle.bundle import make_bundle
 from gpt_parity.oracle.compare import PARAMETER, Report, compare
 from gpt_parity.oracle.graph import GRAD, LOSS_KEY, VALUE

@@ -24,7 +24,8 @@ from typing import Any
 import numpy as np
 
 from gpt_parity.backends import MissingBackendError, build_model, load_backend, thread_limit
-from gpt_parity.config import HYPERPARAMETERS, GPTConfig, TrainConfig
+from gpt_parity.config import TrainConfig
+from gpt_parity.model_config import GPTConfig
 from gpt_parity.oracle.compare import FORWARD, GRADIENT, LOSS, PARAMETER
 from gpt_parity.oracle.complex_step import complex_step_votes
 from gpt_parity.oracle.graph import GRAD, LOSS_KEY, VALUE
@@ -32,6 +33,7 @@ from gpt_parity.oracle.lockstep import Runner, Setting, State, noisy_step, step_
 from gpt_parity.oracle.rounding import FLOAT32, FLOAT64, MonteCarloArithmetic, Unit
 from gpt_parity.oracle.tolerance import Tolerance, Tolerances, model_tolerances, noisy_runs
 from gpt_parity.oracle.trace import Trace, trace
+from gpt_parity.oracle_config import HYPERPARAMETERS
 from gpt_parity.schedule import require_integer
 from gpt_parity.weights import check_arrays, set_weights
 

@@ -11,12 +11,13 @@ from typing import Any
 import numpy as np
 
 from gpt_parity.arrays import read_arrays, require_names, write_arrays
-from gpt_parity.config import DTYPES, HYPERPARAMETERS
+from gpt_parity.choices import DTYPES
 from gpt_parity.manifest import one_line, parse_manifest, shown, some
 from gpt_parity.model_config import model_config
 from gpt_parity.oracle.bundle import STEP, TOLERANCE, WEIGHT, Bundle, endless
 from gpt_parity.oracle.graph import GRAD, LOSS_KEY, VALUE
 from gpt_parity.oracle.tolerance import Tolerance, by_thirds
+from gpt_parity.oracle_config import HYPERPARAMETERS
 from gpt_parity.schedule import require_integer
 from gpt_parity.weights import check_arrays
 from numpy_impl.functional import check_ids

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 
-from gpt_parity.config import PRESETS, ExportConfig
 from gpt_parity.oracle.bundle import Bundle
 from gpt_parity.oracle.bundle_files import as_bundle
 from gpt_parity.oracle.compare import PARAMETER, Report
@@ -20,6 +19,7 @@ from gpt_parity.oracle.styles import to_style
 from gpt_parity.oracle.subject import export
 from gpt_parity.oracle.submission import unit_named
 from gpt_parity.oracle.verdict import check_arrays
+from gpt_parity.oracle_config import PRESETS, ExportConfig
 from gpt_parity.tensors import as_array
 
 Arrays = dict[str, np.ndarray]

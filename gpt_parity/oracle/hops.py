@@ -6,7 +6,7 @@ import tempfile
 from pathlib import Path
 
 from gpt_parity.checkpoint import CHECKPOINT_NAME, load_checkpoint, save_checkpoint
-from gpt_parity.config import BACKENDS
+from gpt_parity.choices import BACKENDS
 from gpt_parity.oracle.lockstep import (
     NOISY_TRAININGS,
     Outcome,

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from gpt_parity.config import DTYPES
+from gpt_parity.choices import DTYPES
 from gpt_parity.oracle.bounds import largest, ratios
 from gpt_parity.oracle.compare import Judgement, compare
 from gpt_parity.oracle.rounding import UNITS, Unit

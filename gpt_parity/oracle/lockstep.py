@@ -16,7 +16,8 @@ import numpy as np
 
 from gpt_parity.backends import build_model, load_backend
 from gpt_parity.checkpoint import Checkpoint
-from gpt_parity.config import GPTConfig, TrainConfig
+from gpt_parity.config import TrainConfig
+from gpt_parity.model_config import GPTConfig
 from gpt_parity.oracle.compare import Judgement, compare
 from gpt_parity.oracle.rounding import FLOAT32, FLOAT64, MonteCarloArithmetic, Unit
 from gpt_parity.oracle.tolerance import Tolerance, noisy_runs, spread_tolerance

@@ -5,10 +5,10 @@ from __future__ import annotations
 from rich import box
 from rich.table import Table
 
-from gpt_parity.config import PRESETS, NamesConfig
 from gpt_parity.model_config import GPTConfig
 from gpt_parity.oracle.bundle_files import load_bundle
 from gpt_parity.oracle.styles import Entry, names
+from gpt_parity.oracle_config import PRESETS, NamesConfig
 
 
 def names_table(config: NamesConfig) -> Table:

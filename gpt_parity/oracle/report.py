@@ -12,13 +12,14 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from gpt_parity.config import GPTConfig, VerifyConfig
 from gpt_parity.corpus import Corpus
+from gpt_parity.model_config import GPTConfig
 from gpt_parity.oracle.compare import FORWARD, GRADIENT, LOSS, PARAMETER, Judgement, Report
 from gpt_parity.oracle.complex_step import Vote
 from gpt_parity.oracle.hops import steps_of
 from gpt_parity.oracle.lockstep import QUANTITIES, Outcome
 from gpt_parity.oracle.slips import VISIBLE, Sighting
+from gpt_parity.oracle_config import VerifyConfig
 from gpt_parity.provenance import provenance
 
 SCHEMA = "gpt-parity/verification"

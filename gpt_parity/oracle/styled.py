@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from gpt_parity.arrays import read_arrays
-from gpt_parity.config import STYLES
+from gpt_parity.choices import STYLES
 from gpt_parity.manifest import some
 from gpt_parity.model_config import GPT2Config
 from gpt_parity.oracle.bundle import STEP, TOLERANCE, WEIGHT, Bundle

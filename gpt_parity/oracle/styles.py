@@ -20,7 +20,7 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
-from gpt_parity.config import STYLES
+from gpt_parity.choices import STYLES
 from gpt_parity.manifest import some
 from gpt_parity.model_config import GPT2Config, GPTConfig
 from gpt_parity.tensors import as_array

@@ -12,13 +12,13 @@ import numpy as np
 from gpt_parity.arrays import read_arrays
 from gpt_parity.backends import build_model
 from gpt_parity.checkpoint import load_checkpoint
-from gpt_parity.config import PRESETS, ExportConfig
 from gpt_parity.manifest import one_line
 from gpt_parity.model_config import GPT2Config, GPTConfig
 from gpt_parity.oracle.bundle import Bundle, make_bundle
 from gpt_parity.oracle.bundle_files import check_targets
 from gpt_parity.oracle.llmc import read_ids, read_llmc
 from gpt_parity.oracle.styles import from_style, names, plain_names, sizes_of
+from gpt_parity.oracle_config import PRESETS, ExportConfig
 from gpt_parity.provenance import portable, provenance
 from gpt_parity.weights import get_weights
 from numpy_impl.gpt import check_tokens

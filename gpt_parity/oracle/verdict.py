@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 
-from gpt_parity.config import CheckConfig
 from gpt_parity.manifest import one_line
 from gpt_parity.oracle.bundle import STEP, WEIGHT, Bundle, measured
 from gpt_parity.oracle.bundle_files import load_bundle
@@ -36,6 +35,7 @@ from gpt_parity.oracle.submission import (
     with_fill,
 )
 from gpt_parity.oracle.tolerance import Tolerance, in_rows, norms
+from gpt_parity.oracle_config import CheckConfig
 from numpy_impl.loss import GPTLoss
 
 Arrays = dict[str, np.ndarray]

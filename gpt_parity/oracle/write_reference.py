@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from gpt_parity.config import ExportConfig
 from gpt_parity.oracle.bundle_files import require_free, save_bundle
 from gpt_parity.oracle.llmc import require_free_pair, write_pair
 from gpt_parity.oracle.subject import export
+from gpt_parity.oracle_config import ExportConfig
 
 
 def write_reference(config: ExportConfig) -> str:

@@ -12,7 +12,7 @@ import pytest
 from gpt_parity.backends import build_model, load_backend
 from gpt_parity.checkpoint import save_checkpoint
 from gpt_parity.cli import main
-from gpt_parity.config import GPTConfig
+from gpt_parity.model_config import GPTConfig
 from gpt_parity.oracle.bundle import Bundle
 from parity_tests.hostile.seeds import CONFIG, VOCABULARY, reference
 

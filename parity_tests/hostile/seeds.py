@@ -14,7 +14,8 @@ import numpy as np
 
 from gpt_parity.arrays import write_arrays
 from gpt_parity.checkpoint import CHECKPOINT_NAME, TrainingRun, save_checkpoint
-from gpt_parity.config import GPTConfig, TrainConfig
+from gpt_parity.config import TrainConfig
+from gpt_parity.model_config import GPTConfig
 from gpt_parity.oracle.bundle import Bundle, make_bundle
 from gpt_parity.oracle.bundle_files import save_bundle
 from gpt_parity.oracle.compare import LOSS, PARAMETER

@@ -15,7 +15,8 @@ import pytest
 
 from gpt_parity.backends import build_model, load_backend
 from gpt_parity.checkpoint import load_checkpoint
-from gpt_parity.config import BACKENDS, GPTConfig
+from gpt_parity.choices import BACKENDS
+from gpt_parity.model_config import GPTConfig
 from gpt_parity.weights import get_weights, set_weights
 from parity_tests.comparers import assert_same_bits
 from parity_tests.hostile.refusals import (

@@ -15,11 +15,14 @@ import pytest
 from hypothesis import event, given
 from hypothesis import strategies as st
 
-from gpt_parity import cli, config
+from gpt_parity import cli
 from gpt_parity.arrays import write_arrays
 from gpt_parity.backends import build_model
+from gpt_parity.bench.config import BenchConfig
 from gpt_parity.checkpoint import save_checkpoint
+from gpt_parity.config import GenerateConfig, TrainConfig
 from gpt_parity.oracle.bundle_files import save_bundle
+from gpt_parity.oracle_config import CheckConfig, ExportConfig, NamesConfig, VerifyConfig
 from parity_tests.hostile.fuzz import WATCH
 from parity_tests.hostile.seeds import CONFIG, VOCABULARY, packed, reference
 
@@ -27,13 +30,13 @@ pytestmark = pytest.mark.reference("exact property")
 
 # Every command with its flags; a field that is added here or there is covered by itself.
 COMMANDS: dict[tuple[str, ...], type] = {
-    ("train",): config.TrainConfig,
-    ("generate",): config.GenerateConfig,
-    ("verify",): config.VerifyConfig,
-    ("bench",): config.BenchConfig,
-    ("oracle", "export"): config.ExportConfig,
-    ("oracle", "check"): config.CheckConfig,
-    ("oracle", "names"): config.NamesConfig,
+    ("train",): TrainConfig,
+    ("generate",): GenerateConfig,
+    ("verify",): VerifyConfig,
+    ("bench",): BenchConfig,
+    ("oracle", "export"): ExportConfig,
+    ("oracle", "check"): CheckConfig,
+    ("oracle", "names"): NamesConfig,
 }
 # What keeps a run that does work short; a flag that is drawn takes its place.
 SHORT: dict[tuple[str, ...], dict[str, str]] = {

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from gpt_parity.config import GPTConfig
+from gpt_parity.model_config import GPTConfig
 from gpt_parity.oracle.bundle import Bundle
 from gpt_parity.oracle.verdict import check_arrays
 from parity_tests.candidates import Part, Suitable, random_bundle, submission

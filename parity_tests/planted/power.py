@@ -26,7 +26,7 @@ import pytest
 from rich.console import Console
 from rich.progress import track
 
-from gpt_parity.config import MODELS
+from gpt_parity.choices import MODELS
 from gpt_parity.oracle.compare import Report, compare_traces
 from parity_tests.models import SIZES, ModelCase, candidate_trace, judge, random_case, reference
 from parity_tests.planted import PlantedBug, gpt2_models, planted, watched

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from gpt_parity.backends import build_model, load_backend
-from gpt_parity.config import GPTConfig
 from gpt_parity.corpus import CharDataset, CharTokenizer
+from gpt_parity.model_config import GPTConfig
 from gpt_parity.training import GPTTrainer
 from gpt_parity.weights import get_weights, set_weights
 from parity_tests.registry import TORCH, TWINS, Twin

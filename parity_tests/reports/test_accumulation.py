@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from gpt_parity.config import BACKENDS
+from gpt_parity.choices import BACKENDS
 from gpt_parity.tensors import as_array
 from gpt_parity.weights import get_weights, set_weights
 from numpy_impl.functional import gelu

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gpt_parity.config import BACKENDS
+from gpt_parity.choices import BACKENDS
 from numpy_impl.tensor import Tensor
 from parity_tests.registry import NUMPY, TORCH, Twin
 from parity_tests.reports.common import (

@@ -18,9 +18,10 @@ import torch
 
 from gpt_parity.backends import build_model
 from gpt_parity.checkpoint import load_checkpoint, save_checkpoint
+from gpt_parity.choices import BACKENDS
 from gpt_parity.cli import main
-from gpt_parity.config import BACKENDS, GPTConfig
 from gpt_parity.corpus import CharDataset, CharTokenizer, read_corpus
+from gpt_parity.model_config import GPTConfig
 from gpt_parity.training import layers_of
 from numpy_impl import tape
 from parity_tests.reports.common import trainer_of

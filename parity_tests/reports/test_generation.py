@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from gpt_parity.backends import build_model
-from gpt_parity.config import BACKENDS, GPTConfig
+from gpt_parity.choices import BACKENDS
+from gpt_parity.model_config import GPTConfig
 from gpt_parity.sampling import sample
 from gpt_parity.training import layers_of
 from numpy_impl import tape

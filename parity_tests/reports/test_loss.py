@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from gpt_parity.backends import build_model
-from gpt_parity.config import BACKENDS, GPTConfig
+from gpt_parity.choices import BACKENDS
+from gpt_parity.model_config import GPTConfig
 from gpt_parity.oracle.rounding import FLOAT64, TABLE, Call, bound
 from gpt_parity.tensors import as_array
 from gpt_parity.weights import get_weights

@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from gpt_parity.backends import build_model
-from gpt_parity.config import BACKENDS, GPTConfig
+from gpt_parity.choices import BACKENDS
+from gpt_parity.model_config import GPTConfig
 from gpt_parity.oracle.compare import compare_traces
 from gpt_parity.oracle.trace import trace
 from gpt_parity.tensors import as_array

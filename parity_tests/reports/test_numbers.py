@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from gpt_parity.backends import build_model, thread_limit
-from gpt_parity.config import BACKENDS, GPTConfig
+from gpt_parity.choices import BACKENDS
+from gpt_parity.model_config import GPTConfig
 from gpt_parity.oracle.rounding import FLOAT32, TABLE, TF32, UNITS, Call, bound, rounded
 from gpt_parity.provenance import provenance
 from gpt_parity.tensors import as_array

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from gpt_parity.config import BACKENDS, TrainConfig
+from gpt_parity.choices import BACKENDS
+from gpt_parity.config import TrainConfig
 from gpt_parity.schedule import WarmupCosineScheduler
 from gpt_parity.tensors import as_array
 from gpt_parity.weights import get_weights

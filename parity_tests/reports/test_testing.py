@@ -21,7 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpt_parity.backends import build_model
-from gpt_parity.config import GPTConfig
+from gpt_parity.model_config import GPTConfig
 from gpt_parity.oracle import check, cmp, ops
 from gpt_parity.oracle.compare import FORWARD, compare
 from gpt_parity.oracle.tolerance import Tolerance

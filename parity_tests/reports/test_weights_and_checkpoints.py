@@ -15,7 +15,8 @@ import torch
 
 from gpt_parity.backends import backend_of, build_model, load_backend
 from gpt_parity.checkpoint import load_checkpoint, save_checkpoint
-from gpt_parity.config import BACKENDS, GPTConfig
+from gpt_parity.choices import BACKENDS
+from gpt_parity.model_config import GPTConfig
 from gpt_parity.schedule import WarmupCosineScheduler
 from gpt_parity.tensors import as_array
 from gpt_parity.training import GPTTrainer, StepResult
