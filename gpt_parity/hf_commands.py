@@ -74,7 +74,7 @@ def export_hf(
     Weights, sizes and a byte-pair tokenizer; the vocabulary of characters, the optimizer and the
     run have no place there.
 
-    Example: gpt-parity export-hf runs/numpy-float32-seed42 --out gpt2-folder
+    Example: gpt-parity export-hf runs/gpt2-numpy-float32-seed42 --out gpt2-folder
 
     Parameters
     ----------

@@ -8,10 +8,18 @@ MOST_THREADS = 256  # far more than help; a run may come from a machine with mor
 
 
 def available_cores() -> int:
-    """Cores that this process may use."""
+    """Cores that this process may use, at most OMP_NUM_THREADS where that is a number.
+
+    Not in a process that torchrun started, which sets it to 1 by itself.
+    """
     if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+        cores = len(os.sched_getaffinity(0))
+    else:
+        cores = os.cpu_count() or 1
+    asked = os.environ.get("OMP_NUM_THREADS", "")
+    if "RANK" in os.environ or not (asked.isdecimal() and asked.isascii() and int(asked) > 0):
+        return cores
+    return min(cores, int(asked))
 
 
 def physical_memory() -> int | None:

@@ -167,15 +167,19 @@ class Run:
                 "it goes on without them"
             )
         print(
-            f"{self._engine_line()}, {self.total} steps{goes_on}, run in "
+            f"{self._engine_line()} on {self._threads()}, {self.total} steps{goes_on}, run in "
             f"{self.folder}", flush=True,
         )  # fmt: skip
 
     def _engine_line(self) -> str:
         config = self.config
         compiled = " compiled" if config.compile else ""
-        place = f" on {config.device}" if config.device != "cpu" else ""
+        place = f", {config.device}" if config.device != "cpu" else ""
         return f"{config.backend} {config.arithmetic}{compiled}{place}"
+
+    def _threads(self) -> str:
+        threads = self.config.threads
+        return f"{threads} thread{'' if threads == 1 else 's'}"
 
     def after_step(self, step: int, result: StepResult) -> None:
         if self.config.anomaly:

@@ -55,7 +55,7 @@ def test_train_writes_a_whole_run(capsys: pytest.CaptureFixture[str]) -> None:
         f"text.txt: {len(TEXT)} characters, vocabulary {len(vocabulary)}, "
         f"{config.parameter_count():,} parameters, sha256 {digest[:16]}"
     )
-    assert lines[1] == "numpy float64, 9 steps, run in run"
+    assert lines[1] == "numpy float64 on 1 thread, 9 steps, run in run"
     assert re.fullmatch(r"test loss \d\.\d{4} over 3 batches", lines[-1])
 
     metrics = [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()]

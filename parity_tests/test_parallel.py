@@ -260,6 +260,18 @@ def test_threads_are_chosen_by_the_size_of_a_step() -> None:
 
 
 @pytest.mark.reference("by hand")
+def test_the_environment_may_ask_for_fewer_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not where torchrun set it; what is no count says nothing."""
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: set(range(4)), raising=False)
+    for said, cores in (("1", 1), ("3", 3), ("9", 4), ("", 4), ("0", 4), ("1,1", 4), ("²", 4)):
+        monkeypatch.setenv("OMP_NUM_THREADS", said)
+        assert available_cores() == cores, said
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("RANK", "0")
+    assert available_cores() == 4
+
+
+@pytest.mark.reference("by hand")
 def test_operations_of_a_step() -> None:
     """E = 1, one block, V = 2, B = T = 1: 9 + 2 weights and two products of one element.
 

@@ -163,7 +163,8 @@ REFUSED: dict[str, tuple[str, Callable[[Arrays, Bundle], None], str]] = {
         f"grad/{C_ATTN} has shape (36, 12), (12, 36), (in, out), is needed"),
     "a head of its own": (
         "nanogpt", lambda a, b: a.update({"lm_head.weight": a["transformer.wte.weight"] / 2}),
-        "grad/lm_head.weight differs from grad/transformer.wte.weight"),
+        "grad/lm_head.weight differs from grad/transformer.wte.weight, the same array is needed, "
+        "as they are tied (of two tables the sum of both)"),
     "a gradient in the padding": (
         "llm.c", lambda a, b: a.update(wte=padding(0.5)(a["wte"])), "grad/wte has 0.5 in its pad"),
     "a logit in the padding": (
@@ -281,6 +282,42 @@ def test_weights_are_read_in_a_style(style: str, tmp_path: Path) -> None:
         read_weights(tmp_path / "w.npz", 3, "llm.c" if style != "llm.c" else "hf")
 
 
+@pytest.mark.parametrize("kept", [(), ("transformer.ln_f.bias",)])
+def test_weights_of_nanogpt_without_biases_have_zeros(
+    kept: tuple[str, ...], tmp_path: Path
+) -> None:
+    """Its models may have none at all; where one is there, the others are missing."""
+    theirs = to_style(weights(), CONFIG, "nanogpt")
+    some = {n: a for n, a in theirs.items() if not n.endswith(".bias") or n in kept}
+    write_arrays(tmp_path / "w.npz", some, "{}")
+    if kept:
+        with pytest.raises(ValueError, match=r"ln_1\.bias, .* missing"):
+            read_weights(tmp_path / "w.npz", 3, "nanogpt")
+        return
+    config, mine = read_weights(tmp_path / "w.npz", 3, "nanogpt")
+    assert config == CONFIG
+    expected = {n: np.zeros_like(a) if n.endswith(".bias") else a for n, a in weights().items()}
+    assert_same_bits(mine, expected)
+    with pytest.raises(ValueError, match="missing"):
+        read_weights(tmp_path / "w.npz", 3, "hf")
+
+
+def test_a_folder_of_the_library_is_no_folder_of_arrays(tmp_path: Path) -> None:
+    write_arrays(tmp_path / "model.safetensors", to_style(weights(), CONFIG, "hf"), "{}")
+    with pytest.raises(ValueError, match="which gpt-parity import-hf makes of it"):
+        read_weights(tmp_path, 3, "hf")
+
+
+def test_wrong_logits_have_the_name_that_they_came_under(bundle: Bundle) -> None:
+    mine = results(bundle, "hf")
+    mine["logits"] = mine["logits"] + np.eye(13)[4] * mine["logits"][0, 0, 0]
+    report = check_arrays(mine, bundle, style="hf")
+    assert report.first is not None and report.first.name == "value/output"
+    assert "in style hf: value/output is logits" in report.notes
+    assert "no hint: no mistake that was tried gives these numbers" in report.notes
+    assert report.hints == ()
+
+
 def test_weights_in_a_style_make_a_reference(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -289,8 +326,9 @@ def test_weights_in_a_style_make_a_reference(
     flags = ["oracle", "export", "--weights", str(tmp_path / "w.npz"), "--heads", "2"]
     out = ["-o", str(tmp_path / "ref.npz")]
     assert main([*flags, *out]) == 2
-    assert "embedding.embedding.weight" in capsys.readouterr().err
+    assert "; --style nanogpt or --style hf takes them" in capsys.readouterr().err
     assert main([*flags, "--style", "hf", *out]) == 0
+    assert capsys.readouterr().out.endswith("tokens and targets: drawn with seed 0\n")
     found = load_bundle(tmp_path / "ref.npz")
     assert found.config == config
     assert_same_bits(found.weights, {n: w.astype(float) for n, w in weights(config).items()})

@@ -172,9 +172,10 @@ class Report:
         one = len(self.judgements) == 1
         tensors = f"{count} tensor{'' if one else 's'}"
         if self.ok:
+            agree = f"agree{'s' if one else ''}"
             return (
-                f"PASS: {tensors} {'' if self.complete else 'could be judged and '}agree, worst "
-                + (f"{self.worst.ratio:.3f} of tolerance ({self.worst.name})")
+                f"PASS: {tensors} {'' if self.complete else 'could be judged and '}{agree}, worst "
+                f"{self.worst.ratio:.3f} of tolerance ({self.worst.name})"
             )
         wrong = sum(not j.ok for j in self.judgements)
         return f"FAIL: {wrong} of {len(self.judgements)} tensors out of tolerance"

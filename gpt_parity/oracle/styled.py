@@ -256,7 +256,10 @@ def translated(report: Report, bundle: Bundle, style: str) -> tuple[str, ...]:
     for entry in names(bundle.config, style):
         entries.setdefault(entry.ours, entry)
     lines = []
+    own = {VALUE + "output": LOGITS, GRAD + "output": GRAD + LOGITS}
     for judgement in report.judgements:
+        if not judgement.ok and judgement.name in own:
+            lines.append(f"in style {style}: {judgement.name} is {own[judgement.name]}")
         match = PREFIX.match(judgement.name)
         entry = entries.get(judgement.name.removeprefix(match.group())) if match else None
         if judgement.ok or match is None or entry is None:

@@ -23,6 +23,7 @@ import numpy as np
 from gpt_parity.choices import STYLES
 from gpt_parity.manifest import some
 from gpt_parity.model_config import GPT2Config, GPTConfig
+from gpt_parity.oracle.graph import GRAD
 from gpt_parity.tensors import as_array
 
 Layout = Literal["as is", "transposed", "tied", "row", "first rows"]
@@ -170,9 +171,10 @@ def from_style(
         if entry.layout == TIED:
             other = found.setdefault(entry.ours, np.array(array, order="C"))
             if not np.array_equal(array, other, equal_nan=True):
+                advice = " (of two tables the sum of both)" if label == GRAD else ""
                 raise ValueError(
                     f"{label}{HEAD} differs from {label}{TABLE}, the same array is needed, as they "
-                    "are tied"
+                    f"are tied{advice}"
                 )
         elif entry.layout == ROW:
             found[entry.ours] = np.array(array[entry.row], order="C")
@@ -233,6 +235,12 @@ def plain_names(arrays: Mapping[str, Any], style: str, label: str = "") -> Array
     if style in ("nanogpt", "hf") and HEAD in found:
         found.setdefault(TABLE, found[HEAD])
     return found
+
+
+def styles_with_table(arrays: Mapping[str, Any]) -> list[str]:
+    """The styles of other projects in which `arrays` have a token embedding."""
+    tables = {"nanogpt": TABLE, "hf": TABLE, "llm.c": "wte"}
+    return [s for s, table in tables.items() if table in {plain_name(n, s) for n in arrays}]
 
 
 def sizes_of(

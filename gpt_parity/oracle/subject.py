@@ -17,7 +17,15 @@ from gpt_parity.model_config import GPT2Config, GPTConfig
 from gpt_parity.oracle.bundle import Bundle, make_bundle
 from gpt_parity.oracle.bundle_files import check_targets
 from gpt_parity.oracle.llmc import read_ids, read_llmc
-from gpt_parity.oracle.styles import from_style, names, plain_names, sizes_of
+from gpt_parity.oracle.styles import (
+    TABLE,
+    WTE,
+    from_style,
+    names,
+    plain_names,
+    sizes_of,
+    styles_with_table,
+)
 from gpt_parity.oracle_config import PRESETS, ExportConfig
 from gpt_parity.provenance import portable, provenance
 from gpt_parity.weights import get_weights
@@ -104,10 +112,16 @@ def read_weights(
     """Weights by name from a checkpoint or any file of arrays, and the sizes that they imply.
 
     Those of a GPT-2 do not say how many heads it has; a checkpoint does, of llm.c too. style: of
-    a file that is none. vocab_size: V where the style pads it.
+    a file that is none; one of nanoGPT without any bias has biases of zeros. vocab_size: V where
+    the style pads it.
     """
     if (path / "checkpoint.safetensors").is_file():
         path = path / "checkpoint.safetensors"
+    elif (path / "model.safetensors").is_file():
+        raise ValueError(
+            f"{path}: is a folder of the library transformers, a checkpoint is needed, which "
+            "gpt-parity import-hf makes of it"
+        )
     if path.suffix == ".bin":
         model, weights = read_llmc(path)
         return _of_checkpoint(path, model, heads, style), weights
@@ -124,9 +138,11 @@ def read_weights(
         vocab_size, embedding_size = arrays["embedding.embedding.weight"].shape
         context_size = len(arrays["embedding.positional_embedding.weight"])
     except (KeyError, TypeError, ValueError):
+        others = " or ".join(f"--style {other}" for other in styles_with_table(arrays))
+        held = ", ".join(list(arrays)[:3]) or "nothing"
+        needed = f"{WTE} (V, E) and the others of the model are needed"
         raise ValueError(
-            f"{path}: holds {', '.join(list(arrays)[:3]) or 'nothing'}; "
-            "embedding.embedding.weight (V, E) and the others of the model are needed"
+            f"{path}: holds {held}; {f'{others} takes them' if others else needed}"
         ) from None
     numbers = {n.split(".")[1] for n in arrays if n.startswith("transformers.")}
     sizes = (vocab_size, context_size, embedding_size, max(1, len(numbers)))
@@ -156,9 +172,12 @@ def _styled_weights(
     if heads is None:
         raise ValueError(f"{path}: is of a GPT-2, whose weights do not tell: heads is needed")
     try:
-        model = sizes_of(plain_names(arrays, style), style, heads, vocab_size)
-        names(model, style)
-        return model, from_style(arrays, model, style)
+        given = plain_names(arrays, style)
+        model = sizes_of(given, style, heads, vocab_size)
+        if style == "nanogpt" and not any(name.endswith(".bias") for name in given):
+            given |= {e.theirs: np.zeros(e.shape, given[TABLE].dtype)
+                      for e in names(model, style) if e.theirs.endswith(".bias")}  # fmt: skip
+        return model, from_style(given, model, style)
     except ValueError as error:
         raise ValueError(f"{path}: {one_line(error)}") from error
 

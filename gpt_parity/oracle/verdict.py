@@ -144,6 +144,7 @@ def _report(
         mine = {k: _comparable(k, a, bundle) for k, a in results.items()}
         case = Case(bundle, unit, mine, tolerances, wrong, right)
         explained = hints(case)
+        notes += _unexplained(case, explained)
         notes += _whereabouts(case)
         notes += _recipe(case)
         notes += _not_finite(results)
@@ -182,6 +183,12 @@ def _comparable(key: str, array: np.ndarray, bundle: Bundle) -> np.ndarray:
 def _some(names: list[str]) -> str:
     more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
     return ", ".join(names[:LISTED]) + more
+
+
+def _unexplained(case: Case, explained: tuple[str, ...]) -> Iterable[str]:
+    """Say so where no hint was found, which is not the same as not having looked."""
+    if not explained and np.isfinite(case.mine[case.first]).all():
+        yield "no hint: no mistake that was tried gives these numbers"
 
 
 def _whereabouts(case: Case) -> Iterable[str]:
@@ -252,9 +259,12 @@ def floor(
         return
     ordered = sorted(seen.values())
     worst = max(seen, key=lambda key: seen[key])
+    half, every = f"{ordered[len(ordered) // 2]:.1e} in half of the gradients, of ", "every one"
+    if len(seen) == 1:
+        half, every = "", "the one gradient"
     yield (
-        f"floor: a relative error of {ordered[len(ordered) // 2]:.1e} in half of the gradients, of "
-        f"{seen[worst]:.1e} in every one ({worst}) would have been noticed in {unit.name}"
+        f"floor: a relative error of {half}{seen[worst]:.1e} in {every} ({worst}) would have been "
+        f"noticed in {unit.name}"
     )
     blind = [k for k, ratio in seen.items() if ratio >= 1.0]
     if blind:
