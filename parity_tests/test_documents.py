@@ -33,6 +33,8 @@ SHELL = ("sh", "")
 # Their Python prints reports, whose figures vary; that of others prints what the page says.
 REPORTS = ("docs/oracle.md",)
 RUN_ELSEWHERE = ("README.md", "docs/derivations.md", "docs/add-an-operation.md")
+# Runs in `test_nanogpt_models.py`, with a model.
+OF_A_MODEL = "model(tokens, targets)"
 INLINE = re.compile(r"`((?:gpt-parity|python scripts/|python -m|pytest)\b[^`]*)`")
 # Programs that are not ours; what they are given is not looked at.
 FOREIGN = ("cc", "./gpt", "./your_program", "pip", "python3")
@@ -177,6 +179,7 @@ CODE = [
     for page, text in PAGES.items()
     if page not in RUN_ELSEWHERE
     for code in blocks(text, "python")
+    if OF_A_MODEL not in code
 ]
 
 

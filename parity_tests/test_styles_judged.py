@@ -282,26 +282,6 @@ def test_weights_are_read_in_a_style(style: str, tmp_path: Path) -> None:
         read_weights(tmp_path / "w.npz", 3, "llm.c" if style != "llm.c" else "hf")
 
 
-@pytest.mark.parametrize("kept", [(), ("transformer.ln_f.bias",)])
-def test_weights_of_nanogpt_without_biases_have_zeros(
-    kept: tuple[str, ...], tmp_path: Path
-) -> None:
-    """Its models may have none at all; where one is there, the others are missing."""
-    theirs = to_style(weights(), CONFIG, "nanogpt")
-    some = {n: a for n, a in theirs.items() if not n.endswith(".bias") or n in kept}
-    write_arrays(tmp_path / "w.npz", some, "{}")
-    if kept:
-        with pytest.raises(ValueError, match=r"ln_1\.bias, .* missing"):
-            read_weights(tmp_path / "w.npz", 3, "nanogpt")
-        return
-    config, mine = read_weights(tmp_path / "w.npz", 3, "nanogpt")
-    assert config == CONFIG
-    expected = {n: np.zeros_like(a) if n.endswith(".bias") else a for n, a in weights().items()}
-    assert_same_bits(mine, expected)
-    with pytest.raises(ValueError, match="missing"):
-        read_weights(tmp_path / "w.npz", 3, "hf")
-
-
 def test_a_folder_of_the_library_is_no_folder_of_arrays(tmp_path: Path) -> None:
     write_arrays(tmp_path / "model.safetensors", to_style(weights(), CONFIG, "hf"), "{}")
     with pytest.raises(ValueError, match="which gpt-parity import-hf makes of it"):
