@@ -134,7 +134,9 @@ def summary(rows: list[HintRow], asked: list[Asked]) -> tuple[list[str], bool]:
 def _kind(hint: str) -> str:
     """A hint without its place, its numbers and what it explains."""
     hint = re.sub(r" \(explains .*\)$", "", hint)
-    hint = re.sub(r", (at \S+|everywhere|in step \d+)$", "", hint)
+    hint = re.sub(
+        r", (at (the \w+ sum|\S+)( of all blocks)?|everywhere|in all blocks|in step \d+)$", "", hint
+    )
     hint = re.sub(r" = [-+.e\d]+", "", hint)
     return re.sub(r"factor of [-+.e\d]+", "factor of some number", hint)
 

@@ -185,6 +185,22 @@ def _scale_by_width(op: Operation) -> tuple[np.ndarray, Vjp]:
     return op.data[0] / scale, lambda g: (g / scale, None)
 
 
+def _scaled_by_heads(op: Operation, scale: float) -> tuple[np.ndarray, Vjp]:
+    if op.out.shape[1] in (1, round(float(op.data[1]) ** 2)):
+        raise ValueError("H is 1 or D, and another mistake says so")
+    return op.data[0] / scale, lambda g: (g / scale, None)
+
+
+@gpt2_mistake("div", "attention: scores are divided by sqrt(H) in place of sqrt(D)")
+def _scale_by_root_of_heads(op: Operation) -> tuple[np.ndarray, Vjp]:
+    return _scaled_by_heads(op, math.sqrt(op.out.shape[1]))
+
+
+@gpt2_mistake("div", "attention: scores are divided by H in place of sqrt(D)")
+def _scale_by_heads(op: Operation) -> tuple[np.ndarray, Vjp]:
+    return _scaled_by_heads(op, float(op.out.shape[1]))
+
+
 @gpt2_mistake("split", "heads: the projection is split as (D, H), not as (H, D)")
 def _split_inside_out(op: Operation) -> tuple[np.ndarray, Vjp]:
     shape = op.out.shape

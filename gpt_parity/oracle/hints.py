@@ -18,11 +18,12 @@ from gpt_parity.model_config import GPT2Config
 from gpt_parity.oracle.bundle import pass_arrays
 from gpt_parity.oracle.case import Arrays, Case
 from gpt_parity.oracle.gpt2_mistakes import GPT2_HYPOTHESES
-from gpt_parity.oracle.graph import GRAD, LOSS_KEY, Graph, Node, graph
+from gpt_parity.oracle.gpt2_structures import reordered
+from gpt_parity.oracle.graph import GRAD, LOSS_KEY, VALUE, Graph, Node, graph
 from gpt_parity.oracle.likeness import UNNAMED, likenesses
 from gpt_parity.oracle.mistakes import HYPOTHESES, Mistake, Operation
 from gpt_parity.oracle.step_mistakes import step_predictions
-from gpt_parity.oracle.trace import trace
+from gpt_parity.oracle.trace import Trace, trace
 from numpy_impl.loss import GPTLoss
 from numpy_impl.tape import Observer
 
@@ -53,6 +54,8 @@ def hints(case: Case) -> tuple[str, ...]:
 
 
 BLOCK = re.compile(r"transformers\.[0-9]+(\.|$)")
+# A mistake in the order of all blocks is seen in one of these of the first.
+STRUCTURAL, FIRST_BLOCK = ("layer_norm", "residual"), "transformers.0"
 Prediction = tuple[str, str, Arrays]
 
 
@@ -72,14 +75,25 @@ class _RefutedError(Exception):
     """The forward pass has shown already that a mistake explains nothing."""
 
 
+def _refute(case: Case, key: str, found: np.ndarray) -> None:
+    """Stop where a known result, right or the first wrong one, is not what a mistake makes it."""
+    fits = case.explains if key == case.first else case.leaves
+    if not fits(key, found):
+        raise _RefutedError
+
+
 class _Mistaken(Observer):
     """Runs mistakes in place of some operations, by number, as long as the results fit.
 
-    `keys` are those of results that are right or the first wrong one, by number.
+    `keys` are those of results that are right or the first wrong one, by number; `behind` numbers
+    the operations whose vjp may have made the first wrong gradient.
     """
 
-    def __init__(self, mistakes: Mapping[int, Mistake], case: Case, keys: dict[int, str]) -> None:
+    def __init__(
+        self, mistakes: Mapping[int, Mistake], case: Case, keys: dict[int, str], behind: set[int]
+    ) -> None:
         self.mistakes, self.case, self.keys, self.number = mistakes, case, keys, -1
+        self.possible = not behind.isdisjoint(mistakes)
 
     def forward(self, op: str, out: Any, parents: tuple[Any, ...]) -> np.ndarray | None:
         self.number += 1
@@ -91,13 +105,31 @@ class _Mistaken(Observer):
                 self.case.bundle.config.mask_value,
             )  # fmt: skip
             data, out.gradient_fn = mistake(right)
+            # It is one of the vjp alone.
+            if data is right.out and not self.possible:
+                raise _RefutedError
             data = np.asarray(data)
         key = self.keys.get(self.number)
         if key is not None:
-            fits = self.case.explains if key == self.case.first else self.case.leaves
-            if not fits(key, out.data if data is None else data):
-                raise _RefutedError
+            _refute(self.case, key, out.data if data is None else data)
         return data
+
+
+class _Reordered(Observer):
+    """Lets a model run whose operations have other numbers, as long as the results fit."""
+
+    def __init__(self, model: Any, case: Case, known: set[str]) -> None:
+        self.names = {id(layer): name for name, layer in model.named_modules()}
+        self.case, self.known = case, known
+
+    def forward(self, op: str, out: Any, parents: tuple[Any, ...]) -> None:
+        if op == "cross_entropy" and LOSS_KEY in self.known:
+            _refute(self.case, LOSS_KEY, out.data)
+
+    def layer(self, layer: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        key = f"{VALUE}{self.names.get(id(layer))}.output"
+        if key in self.known:
+            _refute(self.case, key, output.data)
 
 
 def _pass_predictions(case: Case) -> Iterator[Prediction]:
@@ -105,22 +137,33 @@ def _pass_predictions(case: Case) -> Iterator[Prediction]:
     bundle = case.bundle
     model, loss_fn = bundle.model(), GPTLoss()
     operations, _ = graph(model, loss_fn, bundle.tokens, bundle.targets)
-    suspects = [node for nodes in suspected(case, operations) for node in nodes]
+    before, behind = suspected(case, operations)
     known = {*case.right, case.first}
     keys = {number: key for key, number in operations.numbers.items() if key in known}
+    numbers = {node.number for node in behind}
     heads = isinstance(bundle.config, GPT2Config)
+
+    def ran(observer: Observer) -> Trace | None:
+        try:
+            with np.errstate(all="ignore"):
+                return trace(model, loss_fn, bundle.tokens, bundle.targets, observer)
+        # Refuted, or a mistake that does not fit these sizes.
+        except (_RefutedError, ValueError, TypeError, IndexError):
+            return None
+
     for hypothesis in (*HYPOTHESES, *(GPT2_HYPOTHESES if heads else ())):
-        for place, mistakes in _places(hypothesis.mistakes, suspects, operations):
-            try:
-                with np.errstate(all="ignore"):
-                    found = trace(
-                        model, loss_fn, bundle.tokens, bundle.targets,
-                        _Mistaken(mistakes, case, keys),
-                    )  # fmt: skip
-            # Refuted, or a mistake that does not fit these sizes.
-            except (_RefutedError, ValueError, TypeError, IndexError):
-                continue
-            yield hypothesis.text(heads), place, pass_arrays(found)
+        for place, mistakes in _places(hypothesis.mistakes, [*before, *behind], operations):
+            found = ran(_Mistaken(mistakes, case, keys, numbers))
+            if found is not None:
+                yield hypothesis.text(heads), place, pass_arrays(found)
+    if heads and any(n.role in STRUCTURAL and n.place.startswith(FIRST_BLOCK) for n in before):
+        for description, place in reordered(model):
+            found = ran(_Reordered(model, case, known))
+            if found is not None:
+                arrays = pass_arrays(found)
+                for name, entry in found.aliases.items():
+                    arrays |= {kind + name: arrays[kind + entry] for kind in (VALUE, GRAD)}
+                yield description, place, arrays
 
 
 def suspected(case: Case, operations: Graph) -> tuple[list[Node], list[Node]]:
@@ -142,7 +185,8 @@ def _places(
 ) -> Iterator[tuple[str, dict[int, Mistake]]]:
     """Where a mistake may be: in one place that is suspected, everywhere, or in all blocks alone.
 
-    A mistake in several operations is in all of them that one block has.
+    Of the places that each block has it may be in one kind, in all blocks. A mistake in several
+    operations is in all of them that one block has.
     """
     every = [n for n in operations.nodes if n.role in mistakes]
     if not any(n.role in mistakes for n in suspects):
@@ -159,11 +203,15 @@ def _places(
     inside = [n for n in every if BLOCK.match(n.place)]
     if len({n.place for n in inside}) > 1 and len(inside) < len(every):
         yield "in all blocks", {n.number: mistakes[n.role] for n in inside}
-    # A block has two sums with x, of which the first is what its second norm gets.
-    for second in (False, True):
-        sums = [
-            n for n in inside if n.role == "residual" and (BLOCK.sub("", n.place) == "") is second
-        ]
-        if len(sums) > 1:
-            which = "second" if second else "first"
-            yield f"at the {which} sum of all blocks", {n.number: mistakes[n.role] for n in sums}
+    if len(mistakes) > 1:
+        return
+    kinds: dict[str, list[Node]] = {}
+    for node in inside:
+        kinds.setdefault(BLOCK.sub("", node.place), []).append(node)
+    for kind, nodes in kinds.items():
+        several = len(kinds) > 1 and len({n.place for n in nodes}) > 1
+        if several and any(node in suspects for node in nodes):
+            # A block has two sums with x, of which the first is what its second norm gets.
+            which = "the first sum" if kind else "the second sum"
+            where = which if nodes[0].role == "residual" else kind
+            yield f"at {where} of all blocks", {n.number: mistakes[n.role] for n in nodes}

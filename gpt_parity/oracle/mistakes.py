@@ -148,6 +148,13 @@ def _positions_left_out(op: Operation) -> tuple[np.ndarray, Vjp]:
     return np.array(op.data[0]), lambda g: (g, np.zeros_like(op.data[1]))
 
 
+@mistake("add", "embedding: tokens are multiplied by sqrt(E), before positions are added")
+def _tokens_scaled(op: Operation) -> tuple[np.ndarray, Vjp]:
+    tokens, positions = op.data
+    scale = math.sqrt(tokens.shape[-1])
+    return tokens * scale + positions, lambda g: (g * scale, g)
+
+
 # --- Attention: scores, scale, context
 
 
@@ -432,6 +439,14 @@ def _weight_first(op: Operation) -> tuple[np.ndarray, Vjp]:
 @mistake("linear", "linear: the bias is not added")
 def _bias_left_out(op: Operation) -> tuple[np.ndarray, Vjp]:
     return op.out - _bias(op), op.vjp
+
+
+@mistake("linear", "linear: there is none, x goes on as it is")
+def _linear_left_out(op: Operation) -> tuple[np.ndarray, Vjp]:
+    x, weight = op.data[:2]
+    if weight.shape[0] != weight.shape[1]:
+        raise ValueError("x does not go on where another width is needed")
+    return np.array(x), lambda g: (g, *(np.zeros_like(p) for p in op.data[1:]))
 
 
 @mistake("linear", "linear: the memory of the weight, (out, in), is read as (in, out)")

@@ -61,6 +61,8 @@ class _Recorder(Observer):
         return self.arithmetic.backward(op, i, grad, upstream, parents)
 
     def layer(self, layer: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        if self.arithmetic is not None:
+            self.arithmetic.layer(layer, inputs, output)
         name = self.names.get(id(layer))
         if name is None:
             return

@@ -5,6 +5,7 @@ The mistakes of `hint_rows` in what both models share, and those of what GPT-2 a
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -13,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from gpt_parity.model_config import GPTConfig
+from gpt_parity.oracle.gpt2_structures import STRUCTURES
 from parity_tests.candidates import Part
 from parity_tests.planted import hint_rows as shared
 from parity_tests.planted.hint_rows import BLOCK, LAST, TOKENS, HintRow, backward, forward, plant
@@ -38,6 +40,22 @@ def _several_heads(config: GPTConfig, tokens: np.ndarray, targets: np.ndarray) -
 def _several_wide(config: GPTConfig, tokens: np.ndarray, targets: np.ndarray) -> bool:
     """Splitting by reshaping alone is wrong from the second position on."""
     return _several_heads(config, tokens, targets) and tokens.shape[1] > 2
+
+
+def _several_blocks(config: GPTConfig, tokens: np.ndarray, targets: np.ndarray) -> bool:
+    """What is in all blocks is not in one place alone."""
+    return config.blocks > 1
+
+
+def _other_root(config: GPTConfig, tokens: np.ndarray, targets: np.ndarray) -> bool:
+    """More heads than one, and not as many as each has numbers."""
+    return 1 < _heads(config) != config.embedding_size // _heads(config)
+
+
+def _other_scale(config: GPTConfig, tokens: np.ndarray, targets: np.ndarray) -> bool:
+    """Nor the root of that number."""
+    width = config.embedding_size // _heads(config)
+    return _other_root(config, tokens, targets) and _heads(config) != math.sqrt(width)
 
 
 # --- Which tensor is named first
@@ -117,6 +135,21 @@ SHARED_ROWS = (
     *(_gpt2(row, STEP_FIRST.get(row.name)) for row in shared.STEP_ROWS),
 )  # fmt: skip
 
+
+def _at(row: HintRow, place: str) -> HintRow:
+    """The hint must say where, too."""
+    hint = f"{row.hint}, {re.escape(place)}(?= \\(|$)"
+    return replace(row, mistake=f"{row.mistake}, {place}", hint=hint)
+
+
+def _of_all_blocks(
+    name: str, hint: str, kind: str, first: Mapping[Part, str], old: str, new: str
+) -> HintRow:
+    """A mistake in one kind of place of all blocks, in PyTorch."""
+    row = gpt2_row(name, hint, first, TORCH_BLOCK, old, new, suitable=_several_blocks)
+    return _at(row, f"at {kind} of all blocks")
+
+
 # fmt: off
 ATTENTION_ROWS = (
     gpt2_row("scale-forgotten", "attention: scores are not divided by sqrt(D)", SCORES,
@@ -140,6 +173,13 @@ ATTENTION_ROWS = (
     gpt2_row("scale-by-width", "attention: scores are divided by sqrt(E) in place of sqrt(D)",
              SCORES, f"{TORCH_HEADS}.forward", "math.sqrt(q.shape[-1])", "math.sqrt(x.shape[-1])",
              suitable=_several_heads),
+    gpt2_row("scale-by-root-of-heads",
+             "attention: scores are divided by sqrt(H) in place of sqrt(D)", SCORES,
+             f"{TORCH_HEADS}.forward", "math.sqrt(q.shape[-1])", "math.sqrt(self.heads)",
+             suitable=_other_root),
+    gpt2_row("scale-by-heads", "attention: scores are divided by H in place of sqrt(D)", SCORES,
+             f"{TORCH_HEADS}.forward", "math.sqrt(q.shape[-1])", "self.heads",
+             suitable=_other_scale),
     gpt2_row("key-reshaped", "attention: the key is reshaped, not transposed", SCORES,
              f"{TORCH_HEADS}.forward", "k.transpose(-2, -1)",
              "k.reshape(*k.shape[:2], k.shape[3], k.shape[2])", suitable=_several_heads),
@@ -184,6 +224,17 @@ ATTENTION_ROWS = (
     gpt2_row("softmax-queries", "softmax: taken over the wrong axis",
              forward(BLOCK + "attention.softmax.output"), "torch_impl.layers:Softmax.__init__",
              "dim=-1", "dim=-2"),
+)
+JOINED = "context.transpose(1, 2).reshape(batch, length, heads * width)"
+OUTPUT = f"self.output({JOINED})"
+PROJECTION_ROWS = (
+    _at(gpt2_row("projection-left-out", "linear: there is none, x goes on as it is", MIDDLE,
+                 f"{TORCH_HEADS}.merge", OUTPUT, JOINED, suitable=_several_blocks),
+        "at attention.output of all blocks"),
+    _at(gpt2_row("output-bias-left-out", "linear: the bias is not added", MIDDLE,
+                 f"{TORCH_HEADS}.merge", OUTPUT, f"linear({JOINED}, self.output.weight)",
+                 suitable=_several_blocks),
+        "at attention.output of all blocks"),
 )
 
 VIEW = "reshape(batch, length, 3, self.heads, width // self.heads)"
@@ -275,6 +326,15 @@ NORM_ROWS = (
              own_parameter("norm.weight"), f"{NUMPY}:layer_norm", "dw = rows.sum(axis=0)",
              "dw = (grad * x.data).reshape(-1, shape[-1]).sum(axis=0)"),
 )
+NO_NORM = "layer norm: there is none, x goes on as it is"
+NO_NORM_ROWS = (
+    _of_all_blocks("norm-left-out-before-attention", NO_NORM, "attention_norm",
+                   forward(BLOCK + "attention.input.output"), "self.attention_norm(x)", "x"),
+    _of_all_blocks("norm-left-out-before-feed-forward", NO_NORM, "feed_forward_norm",
+                   forward(BLOCK + "feed_forward.input.output"), "self.feed_forward_norm(x)", "x"),
+    _at(gpt2_row("norm-left-out-at-the-end", NO_NORM, forward("output"),
+                 f"{TORCH_GPT2}:GPT2.logits", "self.norm(x)", "x"), "at norm"),
+)
 FIRST_ADD, SECOND_ADD = "x = x + self.attention(", "return x + self.feed_forward("
 RESIDUAL_ROWS = (
     gpt2_row("skip-left-out", "residual: x is not added to the branch", MIDDLE, TORCH_BLOCK,
@@ -293,6 +353,53 @@ RESIDUAL_ROWS = (
     gpt2_row("branch-detached", "residual: the gradient is that past the branch alone",
              backward(LAST + "feed_forward.output.output", LAST + "feed_forward.output.bias"),
              f"{TENSOR}.__add__", "(grad, grad)", '(grad, grad * (b.op != "linear"))'),
+)
+POST_NORM, NORMED_SUM = STRUCTURES
+FIRST_HALF = "x = x + self.attention(self.attention_norm(x))"
+SECOND_HALF = "return x + self.feed_forward(self.feed_forward_norm(x))"
+HALVES = f"{FIRST_HALF}\n    {SECOND_HALF}"
+FIRST_AFTER = "x = self.attention_norm(x + self.attention(x))"
+SECOND_AFTER = "return self.feed_forward_norm(x + self.feed_forward(x))"
+FIRST_NORMED = "x = self.attention_norm(x)\n    x = x + self.attention(x)"
+SECOND_NORMED = "x = self.feed_forward_norm(x)\n    return x + self.feed_forward(x)"
+END = forward(BLOCK + "output")
+STRUCTURE_ROWS = tuple(
+    _at(gpt2_row(name, hint, first, TORCH_BLOCK, old, new), place)
+    for name, hint, first, old, new, place in (
+        ("post-norm", POST_NORM, NORM, HALVES, f"{FIRST_AFTER}\n    {SECOND_AFTER}",
+         "in all blocks"),
+        ("post-norm-attention", POST_NORM, NORM, FIRST_HALF, FIRST_AFTER,
+         "at attention of all blocks"),
+        # What the norm gets is another sum then.
+        ("post-norm-feed-forward", POST_NORM, MIDDLE, SECOND_HALF, SECOND_AFTER,
+         "at feed_forward of all blocks"),
+        ("sum-with-norm", NORMED_SUM, MIDDLE, HALVES, f"{FIRST_NORMED}\n    {SECOND_NORMED}",
+         "in all blocks"),
+        ("sum-with-norm-attention", NORMED_SUM, MIDDLE, FIRST_HALF, FIRST_NORMED,
+         "at attention of all blocks"),
+        ("sum-with-norm-feed-forward", NORMED_SUM, END, SECOND_HALF, SECOND_NORMED,
+         "at feed_forward of all blocks"),
+    )
+)
+# What is missing at one of the two sums of every block, there where each is first seen.
+SUMS = (
+    ("first", FIRST_HALF, MIDDLE, shared.INPUT,
+     backward(LAST + "attention.output.output", LAST + "attention.output.bias")),
+    ("second", SECOND_HALF, END,
+     backward(LAST + "feed_forward_norm.input", LAST + "attention.output.bias"),
+     backward(LAST + "feed_forward.output.output", LAST + "feed_forward.output.bias")),
+)
+ALL_BLOCKS_ROWS = tuple(
+    _of_all_blocks(f"{which}-{name}-of-all-blocks", f"residual: {hint}", f"the {which} sum", first,
+                   half, half.replace(" x + ", f" {x} + ") + end)
+    for which, half, value, past, branch in SUMS
+    for name, hint, first, x, end in (
+        ("skip-left-out", "x is not added to the branch", value, "0.0 * x", ""),
+        ("branch-left-out", "the branch is not added to x", value, "x", " * 0.0"),
+        ("skip-detached", "the gradient is that through the branch alone", past, "x.detach()", ""),
+        ("branch-detached", "the gradient is that past the branch alone", branch, "x",
+         ".detach()"),
+    )
 )
 TIED_ROWS = (
     gpt2_row("output-detached", "tied weight: its gradient is that of the embedding alone",
@@ -322,7 +429,7 @@ FACTOR_ROWS = (
 # fmt: on
 
 GPT2_ROWS = (
-    *SHARED_ROWS, *ATTENTION_ROWS, *HEADS_ROWS, *NORM_ROWS, *RESIDUAL_ROWS, *TIED_ROWS,
-    *FACTOR_ROWS,
+    *SHARED_ROWS, *ATTENTION_ROWS, *PROJECTION_ROWS, *HEADS_ROWS, *NORM_ROWS, *NO_NORM_ROWS,
+    *RESIDUAL_ROWS, *STRUCTURE_ROWS, *ALL_BLOCKS_ROWS, *TIED_ROWS, *FACTOR_ROWS,
 )  # fmt: skip
 HINT_ROWS: tuple[HintRow, ...] = (*shared.GPT_ROWS, *GPT2_ROWS)

@@ -126,6 +126,8 @@ def diagnose(row: HintRow, part: Part, seed: int, dtype: str) -> Diagnosis:
     bundle = model(row.models, seed)
     with planted(row.bug):
         mine = submission(row.backend, bundle, dtype, part)
+    # A layer that is not called, or elsewhere, gives tensors names that nobody was asked for.
+    mine = {key: array for key, array in mine.items() if key in bundle.arrays}
     report = check_arrays(mine, bundle)
     if report.first is None:
         return Diagnosis("", False, False, False, report.hints)
@@ -321,6 +323,11 @@ EMBEDDING_ROWS = (
     plant("hint-positions-left-out", "embedding: positions are not added",
           forward("embedding.output"), f"{TORCH_GPT}:GPTEmbedding.forward",
           "+ self.positional_embedding(positions)", "+ 0.0 * self.positional_embedding(positions)"),
+    plant("hint-tokens-scaled",
+          "embedding: tokens are multiplied by sqrt(E), before positions are added",
+          forward("embedding.output"), f"{TORCH_GPT}:GPTEmbedding.forward",
+          "self.embedding(tokens)", "self.embedding.weight.shape[1] ** 0.5 * "
+          "self.embedding(tokens)"),
 )
 ATTENTION_ROWS = (
     plant("hint-scale-forgotten", "attention: scores are not divided by sqrt(E)",
@@ -444,6 +451,9 @@ LINEAR_ROWS = (
           "grad[0].T @ x.data[0]"),
     plant("linear-bias-missing", "linear: the bias is not added",
           forward(BLOCK + "attention.output.output")),
+    plant("hint-projection-left-out", "linear: there is none, x goes on as it is",
+          forward(BLOCK + "feed_forward.input.output"), f"{TORCH_GPT}:GPTAttention.forward",
+          "return self.output(weights @ x)", "return weights @ x"),
     plant("hint-weight-read-as-in-out",
           "linear: the memory of the weight, (out, in), is read as (in, out)",
           forward(BLOCK + "attention.output.output"), TORCH_LINEAR,
