@@ -52,7 +52,7 @@ LATER = frozenset(
 GPT2_PRESETS: dict[str, dict[str, Any]] = {
     "baby": {
         "context_size": 64, "embedding_size": 128, "blocks": 4, "heads": 4, "batch_size": 12,
-        "windows": "random", "max_steps": 2000, "learning_rate": 2e-3, "betas": (0.9, 0.99),
+        "windows": "random", "max_steps": 2000, "learning_rate": 4e-3, "betas": (0.9, 0.99),
         "weight_decay": 0.1,
     },
     "gpt2": {

@@ -157,7 +157,7 @@ def test_the_values_of_the_presets() -> None:
     sizes = ("context_size", "embedding_size", "blocks", "heads", "batch_size", "max_steps")
     assert [getattr(baby, name) for name in sizes] == [64, 128, 4, 4, 12, 2000]
     rates = ("learning_rate", "min_learning_rate", "warmup", "weight_decay", "betas", "windows")
-    assert [getattr(baby, name) for name in rates] == [2e-3, 1e-4, 100, 0.1, (0.9, 0.99), "random"]
+    assert [getattr(baby, name) for name in rates] == [4e-3, 1e-4, 100, 0.1, (0.9, 0.99), "random"]
     large = TrainConfig(model="gpt2", preset="gpt2")
     assert [getattr(large, name) for name in sizes] == [1024, 768, 12, 12, 4, None]
     assert [getattr(large, n) for n in rates] == [6e-4, 6e-5, 100, 0.1, (0.9, 0.95), "random"]
