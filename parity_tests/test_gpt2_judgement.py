@@ -9,15 +9,20 @@ import numpy as np
 import pytest
 
 import torch_impl.gpt2
+from gpt_parity.backends import build_model
 from gpt_parity.html.heat import errors, heat_map
 from gpt_parity.oracle import cmp
-from gpt_parity.oracle.bundle import Bundle, make_bundle
+from gpt_parity.oracle.bundle import Bundle, make_bundle, pass_arrays
 from gpt_parity.oracle.bundle_files import load_bundle, save_bundle
 from gpt_parity.oracle.lockstep import Runner, judge_step, noisy_step, step_tolerances
-from gpt_parity.oracle.rounding import FLOAT32, MonteCarloArithmetic
+from gpt_parity.oracle.rounding import FLOAT32, FLOAT64, MonteCarloArithmetic
 from gpt_parity.oracle.subject import export, order_one
+from gpt_parity.oracle.submission import with_fill
+from gpt_parity.oracle.trace import trace
 from gpt_parity.oracle.verdict import check_arrays
 from gpt_parity.oracle_config import PRESETS, ExportConfig
+from gpt_parity.weights import set_weights
+from numpy_impl.loss import GPTLoss
 from parity_tests.candidates import submission
 
 CONFIG = PRESETS["gpt2-tiny"].model
@@ -203,3 +208,47 @@ def test_gradients_betray_what_was_forgotten_in_every_block(
     monkeypatch.setattr(f"torch_impl.gpt2.{place}", forward)
     report = check_arrays(submission("torch", bundle, dtype, "parameters"), bundle)
     assert len(report.hints) == 1 and report.hints[0].startswith(f"{hint} (explains all"), report
+
+
+@pytest.mark.parametrize("largest", [-100.0, 0.0, 100.0])
+def test_a_fill_serves_where_it_is_far_below_scores_and_zero(largest: float) -> None:
+    """exp(-746) is 0 in float64, exp(-745) is not: beside the largest score and beside 0."""
+    kept = np.tri(2, dtype=bool)
+    reference = np.where(kept, largest, -1e9)
+    for below, serves in ((746.0, True), (744.0, False)):
+        mine = np.where(kept, largest, min(largest, 0.0) - below)
+        judged = with_fill(mine, kept, reference, FLOAT64)
+        assert np.array_equal(judged, reference if serves else mine), below
+
+
+def test_scores_beside_the_fill_are_no_reference() -> None:
+    """At weights of thousands the reference itself would read later tokens."""
+    weights = {n: 1000.0 * w for n, w in order_one(CONFIG, 1).items()}
+    tokens, targets = np.random.default_rng(5).integers(0, CONFIG.vocab_size, (2, 2, 6))
+    with pytest.raises(ValueError, match=r"leave later tokens a weight, beside a fill of -1e\+09"):
+        make_bundle(CONFIG, weights, tokens, targets, votes=False)
+
+
+def test_a_fill_that_cannot_be_told_is_not_named() -> None:
+    """In a saturated softmax a fill of -1e4 does what 0 does."""
+    weights = {n: np.float32(100.0) * w for n, w in order_one(CONFIG, 1).items()}
+    tokens, targets = np.random.default_rng(5).integers(0, CONFIG.vocab_size, (2, 2, 6))
+    bundle = make_bundle(CONFIG, weights, tokens, targets, votes=False)
+    leaking = build_model("numpy", replace(CONFIG, mask_value=-1e4), dtype="float64",
+                          allow_leak=True)  # fmt: skip
+    set_weights(leaking, bundle.weights)
+    found = pass_arrays(trace(leaking, GPTLoss(), tokens, targets))
+    ends = ("value/output", "loss", *(f"grad/{n}" for n in bundle.weights))
+    report = check_arrays({key: found[key] for key in ends}, bundle)
+    said = [hint for hint in report.hints if hint.startswith("mask: filled with")]
+    assert said and all("a number that leaves the future a weight" in hint for hint in said)
+
+
+@pytest.mark.parametrize(("vocab_size", "named"), [(2, False), (3, True)])
+def test_of_two_tokens_every_bias_gradient_is_a_multiple(vocab_size: int, named: bool) -> None:
+    config = replace(CONFIG, vocab_size=vocab_size)
+    tokens, targets = np.random.default_rng(5).integers(0, vocab_size, (2, 2, 6))
+    bundle = make_bundle(config, order_one(config, 0), tokens, targets, votes=False)
+    report = check_arrays({"grad/norm.bias": 0.7475 * bundle.arrays["grad/norm.bias"]}, bundle)
+    assert not report.ok
+    assert any("a constant factor of 0.7475" in hint for hint in report.hints) is named

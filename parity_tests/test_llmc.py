@@ -260,6 +260,25 @@ EXPORT_FAULTS = {
 }
 
 
+def test_a_pair_that_was_begun_is_never_half_old(
+    bundle: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A full disk at the second file: the first is whole, and no state of another one beside it."""
+    checkpoint, state = write_pair(tmp_path, bundle, "a")
+    written: list[Path] = []
+
+    def once(path: Path, data: bytes) -> None:
+        if written:
+            raise OSError(28, "No space left on device")
+        written.append(path)
+        path.write_bytes(data)
+
+    monkeypatch.setattr("gpt_parity.oracle.llmc.write_atomically", once)
+    with pytest.raises(OSError, match="No space left"):
+        write_pair(tmp_path, bundle, "a")
+    assert written == [checkpoint] and not state.exists()
+
+
 @pytest.mark.parametrize("fault", EXPORT_FAULTS)
 def test_what_cannot_be_exported_is_one_line(
     fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -190,6 +190,12 @@ def test_padded_logits_may_be_masked(bundle: Bundle) -> None:
     mine = results(bundle, "llm.c")
     mine["logits"][..., CONFIG.vocab_size :] = -np.inf
     assert check_arrays(mine, bundle, style="llm.c").ok
+    # Not their gradient, which is 0 there.
+    gradient = np.pad(bundle.arrays["grad/output"], [(0, 0), (0, 0), (0, 115)])
+    assert check_arrays(mine | {"grad/logits": gradient}, bundle, style="llm.c").ok
+    gradient[..., CONFIG.vocab_size :] = -np.inf
+    with pytest.raises(ValueError, match="grad/logits has -inf in its padding"):
+        check_arrays(mine | {"grad/logits": gradient}, bundle, style="llm.c")
     mine["logits"] = mine["logits"][..., : CONFIG.vocab_size]
     assert check_arrays(mine, bundle, style="llm.c").ok
 

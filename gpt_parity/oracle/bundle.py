@@ -188,6 +188,7 @@ def make_bundle(
             raise ValueError(
                 f"reference: {key} is not finite in float64, smaller weights are needed"
             )
+    _require_no_leak(clean, config.mask_value)
     bundle.aliases.update(clean.aliases)
     bundle.arrays.update(pass_arrays(clean))
     bundle.arrays.update(_step_arrays(_training(bundle)))
@@ -199,6 +200,18 @@ def make_bundle(
         for arrays in (bundle.arrays, bundle.weights):
             arrays.update({key: a.astype(dtype) for key, a in arrays.items()})
     return bundle
+
+
+def _require_no_leak(clean: Trace, fill: float) -> None:
+    """Raise ValueError where a score is so far below zero that the mask's fill is beside it."""
+    for name, kept in clean.kept.items():
+        weights = clean.values[name.replace("mask", "softmax")]
+        if weights[~kept].any():
+            lowest = clean.values[name.replace("output", "input")][kept].min()
+            raise ValueError(
+                f"reference: scores down to {lowest:.3g} in {name.rpartition('.')[0]} leave later "
+                f"tokens a weight, beside a fill of {fill:g}; smaller weights are needed"
+            )
 
 
 def _default_optimizer() -> dict[str, Any]:

@@ -42,7 +42,7 @@ def hints(case: Case) -> tuple[str, ...]:
         mistakes = _of_predictions(case, _pass_predictions(case))
     found = {text: count for text, count in found.items() if case.is_evidence(count)}
     most = max([*found.values(), *mistakes.values()], default=0)
-    found |= {text: count for text, count in mistakes.items() if count == most}
+    found |= _untold_fills({text: count for text, count in mistakes.items() if count == most})
     if len(found) > 1:
         found = {text: count for text, count in found.items() if not text.startswith(UNNAMED)}
     total = len(case.comparable)
@@ -53,6 +53,21 @@ def hints(case: Case) -> tuple[str, ...]:
     )  # fmt: skip
 
 
+def _untold_fills(found: dict[str, int]) -> dict[str, int]:
+    """One text for fills that explain alike in one place: where a softmax is saturated any may."""
+    by_place: dict[str, list[str]] = {}
+    for text in found:
+        if text.startswith(FILLED):
+            by_place.setdefault(text.rpartition(", ")[2], []).append(text)
+    alike = {place: texts for place, texts in by_place.items() if len(texts) > 1}
+    gone = {text for texts in alike.values() for text in texts}
+    return {text: count for text, count in found.items() if text not in gone} | {
+        f"{FILLED} a number that leaves the future a weight, {place}": found[texts[0]]
+        for place, texts in alike.items()
+    }
+
+
+FILLED = "mask: filled with"
 BLOCK = re.compile(r"transformers\.[0-9]+(\.|$)")
 # A mistake in the order of all blocks is seen in one of these of the first.
 STRUCTURAL, FIRST_BLOCK = ("layer_norm", "residual"), "transformers.0"
@@ -160,10 +175,7 @@ def _pass_predictions(case: Case) -> Iterator[Prediction]:
         for description, place in reordered(model):
             found = ran(_Reordered(model, case, known))
             if found is not None:
-                arrays = pass_arrays(found)
-                for name, entry in found.aliases.items():
-                    arrays |= {kind + name: arrays[kind + entry] for kind in (VALUE, GRAD)}
-                yield description, place, arrays
+                yield description, place, pass_arrays(found)
 
 
 def suspected(case: Case, operations: Graph) -> tuple[list[Node], list[Node]]:

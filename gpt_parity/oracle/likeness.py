@@ -56,8 +56,14 @@ def _factor(case: Case) -> Transformed:
     names = [name for name, value in near if case.explains(case.first, value * reference)]
     if names:
         yield f"a constant factor: {', or '.join(names)}", lambda x: c * x
-    elif mine.size >= FEW_ELEMENTS:
+    elif mine.size >= FEW_ELEMENTS and not _always_a_multiple(case):
         yield f"{UNNAMED} {c:.6g}", lambda x: c * x
+
+
+def _always_a_multiple(case: Case) -> bool:
+    """Of two tokens the gradients by both logits are opposite, and so is all that sums them."""
+    ends = (GRAD + "norm.bias", GRAD + "output.output.bias")
+    return case.bundle.config.vocab_size == 2 and case.first in ends
 
 
 def factors(bundle: Bundle) -> Iterator[tuple[str, float]]:

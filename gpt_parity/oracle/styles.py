@@ -273,7 +273,9 @@ def sizes_of(
     else:
         part = "transformers." if style == "source" else "transformer.h."
         blocks = len({n.removeprefix(part).split(".")[0] for n in arrays if n.startswith(part)})
-    return GPT2Config(vocab_size or rows, context, width, max(1, blocks), heads=heads)
+    return GPT2Config(
+        rows if vocab_size is None else vocab_size, context, width, max(1, blocks), heads=heads
+    )
 
 
 def _checked(
