@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, ClassVar, Literal, Self, get_args
 
 from gpt_parity.machine import MOST_THREADS
 from gpt_parity.schedule import require_integer
@@ -25,6 +25,17 @@ DTYPES: tuple[Dtype, ...] = ("float32", "float64")
 STYLES: tuple[Style, ...] = get_args(Style)
 PRECISIONS: tuple[Precision, ...] = ("float64", "float32", "bf16", "tf32")
 DEVICES: tuple[Device, ...] = ("cpu", "cuda")
+
+
+class KnowsWhatWasGiven:
+    """A configuration whose `given` holds the fields that were set, not left to their defaults."""
+
+    given: ClassVar[frozenset[str]] = frozenset()
+
+    def __new__(cls, **given: Any) -> Self:
+        config = super().__new__(cls)
+        object.__setattr__(config, "given", frozenset(given))
+        return config
 
 
 def require_threads(count: int) -> None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from gpt_parity.choices import (
     DTYPES,
     Backend,
     Device,
     Dtype,
+    KnowsWhatWasGiven,
     ModelName,
     Precision,
     Windows,
@@ -64,11 +65,10 @@ GPT2_PRESETS: dict[str, dict[str, Any]] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainConfig:
+class TrainConfig(KnowsWhatWasGiven):
     """Everything that a training run depends on; the defaults are the recipe of the source text.
 
-    `given` holds the names of the fields that were set and not left to their defaults. Raises
-    ValueError for values out of range, TypeError for values of another type.
+    Raises ValueError for values out of range, TypeError for values of another type.
     """
 
     backend: Backend = "numpy"
@@ -143,13 +143,6 @@ class TrainConfig:
     """Checkpoints to keep, the last one among them."""
     anomaly: bool = False
     """Look at every value and gradient, and name the operation where one is not finite; slow."""
-
-    given: ClassVar[frozenset[str]] = frozenset()
-
-    def __new__(cls, **given: Any) -> TrainConfig:
-        config = super().__new__(cls)
-        object.__setattr__(config, "given", frozenset(given))
-        return config
 
     def __post_init__(self) -> None:
         require_choices(self)

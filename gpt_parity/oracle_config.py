@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
 
@@ -13,6 +13,7 @@ from gpt_parity.choices import (
     STYLES,
     Device,
     Dtype,
+    KnowsWhatWasGiven,
     ModelName,
     Precision,
     Style,
@@ -103,11 +104,10 @@ PRESETS: dict[str, Preset] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExportConfig:
+class ExportConfig(KnowsWhatWasGiven):
     """Which reference to write: your own weights and batch, a preset, or sizes of your choice.
 
-    `given` holds the names of the fields that were set and not left to their defaults. Raises
-    ValueError for values out of range, TypeError for values of another type.
+    Raises ValueError for values out of range, TypeError for values of another type.
     """
 
     out: Annotated[Path, Parameter(name=["--out", "-o"])]
@@ -160,13 +160,6 @@ class ExportConfig:
     """Largest gradient norm, longer gradients are scaled down to it; inf never scales."""
     overwrite: bool = False
     """Replace the bundle that is there."""
-
-    given: ClassVar[frozenset[str]] = frozenset()
-
-    def __new__(cls, **given: Any) -> ExportConfig:
-        config = super().__new__(cls)
-        object.__setattr__(config, "given", frozenset(given))
-        return config
 
     def __post_init__(self) -> None:
         require_choices(self)
