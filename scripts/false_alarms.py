@@ -25,7 +25,7 @@ from gpt_parity.choices import MODELS, ModelName
 from gpt_parity.cli import run_app
 from gpt_parity.files import write_atomically
 from gpt_parity.oracle.compare import compare_traces
-from gpt_parity.oracle.tolerance import SPREAD_FACTOR
+from gpt_parity.oracle.tolerance import SPREAD_FACTOR, UNDECIDED
 from gpt_parity.provenance import provenance
 from gpt_parity.record import record
 from gpt_parity.schedule import require_integer
@@ -172,7 +172,7 @@ def summary(found: list[Judged], models: int) -> list[str]:
     largest = max(j.worst for j in found)
     lines += [
         "",
-        "A model is not judged whole where rounding alone may choose the winner of a softmax. The "
+        f"A model is not judged whole where {UNDECIDED}. The "
         f"spread is multiplied by kappa = {SPREAD_FACTOR:g}; about {SPREAD_FACTOR * largest:.1f} "
         "would have been enough for no alarm in these models.",
         "",

@@ -31,7 +31,13 @@ from gpt_parity.oracle.complex_step import complex_step_votes
 from gpt_parity.oracle.graph import GRAD, LOSS_KEY, VALUE
 from gpt_parity.oracle.lockstep import Runner, Setting, State, noisy_step, step_tolerances
 from gpt_parity.oracle.rounding import FLOAT32, FLOAT64, MonteCarloArithmetic, Unit
-from gpt_parity.oracle.tolerance import Tolerance, Tolerances, model_tolerances, noisy_runs
+from gpt_parity.oracle.tolerance import (
+    UNDECIDED,
+    Tolerance,
+    Tolerances,
+    model_tolerances,
+    noisy_runs,
+)
 from gpt_parity.oracle.trace import Trace, trace
 from gpt_parity.oracle_config import HYPERPARAMETERS
 from gpt_parity.schedule import require_integer
@@ -117,8 +123,8 @@ class Bundle:
             endless = [key for key, t in tolerances.items() if math.isinf(t.whole)]
             if endless:
                 lines.append(
-                    f"not judged in {dtype}: {len(endless)} tensors, {endless[0]} and on; rounding "
-                    "alone may choose the winner of a softmax"
+                    f"not judged in {dtype}: {len(endless)} tensors, {endless[0]} and on; "
+                    f"{UNDECIDED}"
                 )
         return "\n".join([*lines, self._vote_line()])
 

@@ -19,6 +19,7 @@ from gpt_parity.oracle.complex_step import Vote
 from gpt_parity.oracle.hops import steps_of
 from gpt_parity.oracle.lockstep import QUANTITIES, Outcome
 from gpt_parity.oracle.slips import VISIBLE, Sighting
+from gpt_parity.oracle.tolerance import UNDECIDED
 from gpt_parity.oracle_config import VerifyConfig
 from gpt_parity.provenance import provenance
 
@@ -110,8 +111,7 @@ class Verification:
                 unjudged = next(j for j in report.judgements if not j.judged)
                 return (
                     f"FAIL: {backend} {dtype} cannot be judged in {unjudged.kind} {unjudged.name} "
-                    "and others: with these weights rounding alone may choose the winner of a "
-                    "softmax."
+                    f"and others: with these weights {UNDECIDED}."
                 )
         for name, report in self.arithmetic.items():
             if report.first is not None:

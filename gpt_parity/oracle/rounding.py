@@ -38,9 +38,10 @@ SHORT_SUM = 64
 # Values of one result that agree to this many units share half of their noise (a power of two).
 EQUAL_UNITS = 1024
 
-# Results of less than EQUAL_UNITS u m, or of less than this part of m in coarse formats, are
-# rounding and nothing else; magnitudes that agree to this part tell which of them err alike.
-CANCELLED = 2.0**-10
+# Results below this part of m have cancelled: what noise in the operands leaves of their equality
+# is relative to m. Magnitudes that agree to the second part are equal, in coarse formats also
+# results.
+CANCELLED, SAME_MAGNITUDE = 2.0**-6, 2.0**-10
 
 Arrays = tuple[np.ndarray, ...]
 
@@ -391,9 +392,9 @@ class MonteCarloArithmetic(Observer):
     function of the operands, the rows of repeated tokens err alike in a real run, and their errors
     add up instead of averaging out. Two random halves of the rows, and of the columns, have a
     function each, since matrix products sum their last rows and columns in an order of their own.
-    A result that has cancelled to mere rounding tells nothing of its operands, and no two agree;
-    there V is a function of m, which still does: the mean of a constant row is wrong by one number
-    in all columns, and a sum over tied logits by the same in all rows.
+    Where results have cancelled, V is a function of m and of the result in units of it: the mean of
+    a constant row is wrong by one number in all columns, with a bias behind it too, and a sum over
+    tied logits by the same in all rows.
     Where m is exactly 0 nothing is rounded and nothing is perturbed, so exact zeros stay.
     """
 
@@ -431,8 +432,10 @@ class MonteCarloArithmetic(Observer):
         amplitude = np.asarray(self.unit.u * m)
         np.add(amplitude, self.unit.eta, out=amplitude, where=m > 0.0)  # u m may underflow
         if operand is None:
-            lost = np.abs(result) < min(EQUAL_UNITS * self.unit.u, CANCELLED) * m
-            key = np.where(lost, _leading_digits(m), result) if lost.any() else result
+            cancelled = np.abs(result) < CANCELLED * m
+            key = result
+            if cancelled.any():
+                key = np.where(cancelled, self._relative_to(m, result), result)
             noise = self._shared_uniform(key)
         else:
             noise = np.copysign(1.0, result)
@@ -441,6 +444,16 @@ class MonteCarloArithmetic(Observer):
         noise *= amplitude
         noise += result
         return noise
+
+    def _relative_to(self, m: np.ndarray, result: np.ndarray) -> np.ndarray:
+        """One number for all results that agree, and whose magnitudes m do, to so many units of m.
+
+        Of m = 0 any; noise has no part in it there.
+        """
+        leading = _leading_digits(m)
+        step = min(EQUAL_UNITS * self.unit.u, SAME_MAGNITUDE) * leading
+        places = np.rint(result / np.where(step > 0.0, step, 1.0))
+        return leading * (1.0 + 2.0 * places)  # never 0
 
     def _shared_uniform(self, x: np.ndarray) -> np.ndarray:
         """Numbers in [-1, 1) that depend on the leading bits of x and on a random odd key.
@@ -468,9 +481,9 @@ class MonteCarloArithmetic(Observer):
 
 
 def _leading_digits(m: np.ndarray) -> np.ndarray:
-    """m cut off where CANCELLED parts end."""
+    """m cut off where SAME_MAGNITUDE parts end."""
     significand, exponent = np.frexp(m)
-    return np.ldexp(np.floor(significand * (2.0 / CANCELLED)), exponent)
+    return np.ldexp(np.floor(significand * (2.0 / SAME_MAGNITUDE)), exponent)
 
 
 @functools.cache

@@ -20,11 +20,16 @@ import numpy as np
 
 from gpt_parity.oracle.rounding import MonteCarloArithmetic, Unit
 from gpt_parity.oracle.trace import Trace, trace
+from numpy_impl.functional import LAYER_NORM_EPS
 
 # A row is often one number with one error. Of the hundreds of rows of a model some draw only small
 # noise K times, and their tolerance is that much too small: with K = 6 clean rows reach 0.8 of it.
 NOISY_RUNS = 12
 PROJECTION_BIAS = ".attention.input.bias"
+NORM_OUTPUT = "norm.output"
+UNDECIDED = (
+    "rounding alone may choose the winner of a softmax, or the sign in a norm of equal numbers"
+)
 SPREAD_FACTOR = 16.0
 RESULT_FACTOR = 12.0
 
@@ -101,7 +106,8 @@ def noisy_runs(
 class Tolerances:
     """Tolerances of everything that a trace holds, by the names of the trace.
 
-    `undecided` names the first scores between which rounding may choose ("" if there are none).
+    `undecided` names the first scores between which rounding may choose, or rows of which a layer
+    norm would show little else ("" if there are none).
     """
 
     unit: Unit
@@ -113,14 +119,20 @@ class Tolerances:
 
 
 def undecided_scores(clean: Trace, values: dict[str, Tolerance], unit: Unit) -> str:
-    """Name of the first softmax input with a row that may have several winners, or "".
+    """Name of the first input of a softmax or layer norm whose result rounding may decide, or "".
 
     A softmax is linear in errors up to about 1. With a tolerance tau > 1, the largest score wins
     for certain only where its lead is over 2 tau and what is left of the others' weight,
-    exp(2 tau - lead), is under u.
+    exp(2 tau - lead), is under u. A layer norm of a row that is constant but for less than tau is
+    the direction of its errors, once tau is more than eps hides.
     """
     logits = list(clean.values)[-1]
     for name, x in clean.values.items():
+        if name.endswith(NORM_OUTPUT):
+            layer = name.removesuffix("output") + "input"
+            row = clean.aliases.get(layer, layer)
+            if (values[row].rows > _deviation(clean.values[row])).any():
+                return row
         if name not in clean.kept and name != logits:
             continue
         scores = np.where(clean.kept[name], x, -math.inf) if name in clean.kept else x
@@ -130,6 +142,12 @@ def undecided_scores(clean: Trace, values: dict[str, Tolerance], unit: Unit) -> 
         if ((tau > 1.0) & (first - second < 2.0 * tau - math.log(unit.u))).any():
             return name
     return ""
+
+
+def _deviation(x: np.ndarray) -> np.ndarray:
+    """2-norm of each row of the last axis about its mean, and of as many roots of eps."""
+    squares = (x - x.mean(axis=-1, keepdims=True)) ** 2 + LAYER_NORM_EPS
+    return np.sqrt(squares.sum(axis=-1))
 
 
 def _without_judgement(tolerances: Tolerances) -> Tolerances:

@@ -34,7 +34,7 @@ from gpt_parity.oracle.submission import (
     unit_named,
     with_fill,
 )
-from gpt_parity.oracle.tolerance import Tolerance, in_rows, norms
+from gpt_parity.oracle.tolerance import UNDECIDED, Tolerance, in_rows, norms
 from gpt_parity.oracle_config import CheckConfig
 from numpy_impl.loss import GPTLoss
 
@@ -156,14 +156,11 @@ def _report(
     gradients = [j.judged for j in judgements if j.kind in (GRADIENT, PARAMETER)]
     if not wrong and (not any(gradients) if gradients else not right):
         raise ValueError(
-            f"no gradient can be judged in {unit.name} with these weights, since rounding alone "
-            "may choose the winner of a softmax: smaller weights, such as those that training "
-            "starts from, or a finer dtype is needed"
+            f"no gradient can be judged in {unit.name} with these weights, since {UNDECIDED}: "
+            "smaller weights, such as those that training starts from, or a finer dtype is needed"
         )
     if unjudged:
-        notes.append(
-            f"not judged: {_some(unjudged)}; rounding alone may choose the winner of a softmax"
-        )
+        notes.append(f"not judged: {_some(unjudged)}; {UNDECIDED}")
     absent = [k for k in bundle.arrays if k not in results]
     if absent:
         notes.append(f"not handed in: {len(absent)} of {len(bundle.arrays)} tensors")
