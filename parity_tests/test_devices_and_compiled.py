@@ -149,7 +149,7 @@ def test_compile_may_change_on_the_way_and_leaves_plain_names(
     assert train("whole") == 0
     expected = content("whole")
     assert train("run", "--compile") == 0
-    assert "torch float32 compiled, 6 steps" in capsys.readouterr().out
+    assert "torch float32 compiled on 1 thread, 6 steps" in capsys.readouterr().out
     assert content("run").keys() == expected.keys()
     (half,) = Path("whole").glob("checkpoint-*3.safetensors")
     assert main(["train", "--resume", str(half), "--compile", "--device", "cpu"]) == 0

@@ -86,7 +86,7 @@ def test_only_the_torch_twin_has_them(
 
 
 def test_unknown_choices_name_the_known_ones() -> None:
-    with pytest.raises(ValueError, match=r"precision is 'half', one of \(None, 'float64', "):
+    with pytest.raises(ValueError, match=r"precision is 'half', one of \('float64', "):
         TrainConfig(backend="torch", precision="half")
     with pytest.raises(ValueError, match=r"device is 'tpu', one of \('cpu', 'cuda'\) is needed"):
         VerifyConfig(device="tpu")
