@@ -157,7 +157,7 @@ def test_compile_may_change_on_the_way_and_leaves_plain_names(
     assert not [name for name in content("whole") if "_orig_mod" in name]
     assert main(["train", "--resume", "whole", "--compile=false"]) == 0
     out = capsys.readouterr().out
-    assert "torch float32, 6 steps, all taken" in out
+    assert "torch float32 on 1 thread, 6 steps, all taken" in out
 
 
 @pytest.mark.slow

@@ -183,10 +183,8 @@ def test_a_run_without_steps_left_says_so_and_its_loss_again(
     last = capsys.readouterr().out.splitlines()[-1]
     assert resume("run") == 0
     lines = capsys.readouterr().out.splitlines()
-    assert (
-        lines[1] == "numpy float32 on 1 thread, 6 steps, all taken, run in run"
-        and lines[-1] == last
-    )
+    assert lines[1] == "numpy float32 on 1 thread, 6 steps, all taken, run in run"
+    assert lines[-1] == last
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
