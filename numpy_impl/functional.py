@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from numpy_impl import tape
-from numpy_impl.tensor import Tensor
+from numpy_impl.tensor import Tensor, product
 
 SQRT_2_OVER_PI = math.sqrt(2.0 / math.pi)
 GELU_CUBIC = 0.044715
@@ -140,13 +140,13 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         raise TypeError(f"linear: got {found}, needed one dtype")
     # Leading axes flattened: one large product is faster than many small ones.
     x2 = x.data.reshape(-1, shape[-1])  # (N, in)
-    y = x2 @ w.T  # (N, out)
+    y = product(x2, w.T)  # (N, out)
     if bias is not None:
         y += bias.data
 
     def gradient_fn(grad: np.ndarray) -> tuple[np.ndarray, ...]:
         g2 = grad.reshape(-1, grad.shape[-1])
-        dx, dw = (g2 @ w).reshape(shape), g2.T @ x2
+        dx, dw = product(g2, w).reshape(shape), product(g2.T, x2)
         return (dx, dw) if bias is None else (dx, dw, g2.sum(axis=0))
 
     return Tensor.from_op("linear", y.reshape(*shape[:-1], len(w)), parents, gradient_fn)
@@ -222,7 +222,7 @@ def embedding(table: Tensor, ids: Any) -> Tensor:
             # The same sums as one product, which would spread NaN and inf over all rows.
             onehot = np.zeros((len(dtable), ids.size), dtable.dtype)
             onehot[ids.reshape(-1), np.arange(ids.size)] = 1.0
-            return np.matmul(onehot, grad.reshape(ids.size, grad.shape[-1]), out=dtable), None
+            return product(onehot, grad.reshape(ids.size, grad.shape[-1]), out=dtable), None
         counts = np.bincount(ids.reshape(-1), minlength=len(dtable))
         if counts.max(initial=0) <= 1:
             dtable[ids] = grad

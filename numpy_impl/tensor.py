@@ -18,6 +18,17 @@ GradientFn = Callable[[np.ndarray], Sequence["np.ndarray | None"]]
 Axis = int | tuple[int, ...] | None
 
 
+def product(a: np.ndarray, b: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
+    """The matrix product a @ b of plain arrays, silent about invalid values.
+
+    A BLAS may set the processor's flag for numbers that are no part of the result: OpenBLAS's
+    float32 product of a matrix of five columns and a vector computes, on AVX-512, with what the
+    stack holds in unused lanes. So the flag tells nothing, and 0 * inf is NaN, as in PyTorch.
+    """
+    with np.errstate(invalid="ignore"):
+        return np.matmul(a, b, out=out)
+
+
 class Tensor:
     """An array in a graph of operations.
 
@@ -206,11 +217,11 @@ class Tensor:
             raise ValueError(f"matmul: got {a.shape} @ {b.shape}, needed (..., M, K) @ (..., K, N)")
 
         def gradient_fn(grad: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-            da = grad @ b.data.swapaxes(-1, -2)
+            da = product(grad, b.data.swapaxes(-1, -2))
             # As (G^T A)^T: after a transpose, the way back leaves it in the order of memory.
-            return da, (grad.swapaxes(-1, -2) @ a.data).swapaxes(-1, -2)
+            return da, product(grad.swapaxes(-1, -2), a.data).swapaxes(-1, -2)
 
-        return Tensor.from_op("matmul", a.data @ b.data, (a, b), gradient_fn)
+        return Tensor.from_op("matmul", product(a.data, b.data), (a, b), gradient_fn)
 
     __radd__ = __add__
     __rmul__ = __mul__

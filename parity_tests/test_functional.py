@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
+import operator
 from typing import Any
 
 import numpy as np
@@ -29,6 +31,48 @@ def vjp(twin: Twin, function: Any, x: np.ndarray, g: np.ndarray) -> np.ndarray:
 
 def rng(seed: int = 0) -> np.random.RandomState:
     return np.random.RandomState(seed)
+
+
+# --- Products
+
+
+class Garbage(ctypes.Structure):
+    """Signalling NaNs; passed by value, they are left on the stack, below what is in use."""
+
+    _fields_ = [("words", ctypes.c_uint32 * 8192)]
+
+
+@pytest.mark.parametrize("name", ["matmul", "linear"])
+def test_a_product_says_nothing_of_numbers_that_are_no_part_of_it(name: str) -> None:
+    """With the OpenBLAS of NumPy's wheels on AVX-512, `a @ x` raises here."""
+    garbage, leave = Garbage(), ctypes.CDLL(None).labs
+    leave.argtypes = [Garbage]
+    garbage.words[:] = [0x7FA00001] * 8192
+    a = np.arange(-17, 18, dtype=np.float32).reshape(7, 5)
+    x = np.float32([[1.0], [2.0], [-1.0], [0.0], [3.0]])
+    weight = x if name == "matmul" else x.T.copy()
+    function = operator.matmul if name == "matmul" else functional.linear
+    left, right = Tensor(a), Tensor(weight)
+    with np.errstate(all="raise"):
+        leave(garbage)
+        y = function(left, right)
+    expected = [[sum(int(p) * int(q) for p, q in zip(row, x[:, 0], strict=True))] for row in a]
+    np.testing.assert_array_equal(y.data, np.float32(expected), strict=True)
+
+
+@pytest.mark.parametrize("name", ["matmul", "linear"])
+def test_a_product_of_zero_and_infinity_is_nan_as_in_pytorch_without_a_warning(name: str) -> None:
+    a, b, g = np.array([[INF, 1.0]]), np.array([[0.0, 2.0], [3.0, 4.0]]), np.array([[0.0, 1.0]])
+    results = []
+    for twin in TWINS:
+        left, right = twin.tensor(a), twin.tensor(b)
+        with np.errstate(all="raise"):
+            y = left @ right if name == "matmul" else twin.functional.linear(left, right)
+            y.backward(TORCH.tensor(g) if twin is TORCH else g)
+        results.append([twin.array(v) for v in (y, left.grad, right.grad)])
+    for mine, theirs in zip(*results, strict=True):
+        np.testing.assert_array_equal(mine, theirs, strict=True)
+    assert np.isnan(results[0][0]).any() and np.isnan(results[0][2]).any()
 
 
 # --- GELU and softmax

@@ -299,13 +299,13 @@ GPT2_NUMBERS: tuple[PlantedBug, ...] = (
     ),
     PlantedBug(
         "gpt2-tying-weight-reshaped", f"{NUMPY}:linear",
-        "(dx, dw) if bias is None", "(dx, (x2.T @ g2).reshape(w.shape)) if bias is None",
+        "(dx, dw) if bias is None", "(dx, product(x2.T, g2).reshape(w.shape)) if bias is None",
         "without a bias, dW is computed as (in, out) and reshaped in place of transposed",
         frozenset({TWIN, STEP}), "embedding.embedding.weight",
     ),
     PlantedBug(
         "gpt2-tying-weight-last-row", f"{NUMPY}:linear",
-        "(dx, dw) if bias is None", "(dx, g2[-1:].T @ x2[-1:]) if bias is None",
+        "(dx, dw) if bias is None", "(dx, product(g2[-1:].T, x2[-1:])) if bias is None",
         "without a bias, dW is that of the last row, not the sum over all leading axes",
         frozenset({TWIN, STEP}), "embedding.embedding.weight",
     ),

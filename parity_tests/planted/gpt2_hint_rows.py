@@ -190,13 +190,13 @@ ATTENTION_ROWS = (
              "k.shape[2])) - s.detach())", suitable=_several_heads),
     gpt2_row("scores-untransposed",
              "attention: the gradient of the key uses the scores' gradient untransposed",
-             PROJECTED, f"{TENSOR}.__matmul__", "(grad.swapaxes(-1, -2) @ a.data)",
-             '((grad if a.op != "softmax" else grad.swapaxes(-1, -2)) @ a.data)'),
+             PROJECTED, f"{TENSOR}.__matmul__", "product(grad.swapaxes(-1, -2), a.data)",
+             'product(grad if a.op != "softmax" else grad.swapaxes(-1, -2), a.data)'),
     gpt2_row("context-untransposed",
              "attention: the gradient of the value uses the weights untransposed", PROJECTED,
-             f"{TENSOR}.__matmul__", "(grad.swapaxes(-1, -2) @ a.data)",
-             '(grad.swapaxes(-1, -2) @ '
-             '(a.data.swapaxes(-1, -2) if a.op == "softmax" else a.data))'),
+             f"{TENSOR}.__matmul__", "product(grad.swapaxes(-1, -2), a.data)",
+             'product(grad.swapaxes(-1, -2), '
+             'a.data.swapaxes(-1, -2) if a.op == "softmax" else a.data)'),
     gpt2_row("query-detached", "attention: the path of x as query is missing in its gradient",
              PROJECTED, f"{TORCH_HEADS}.forward", "q @ k", "q.detach() @ k"),
     # A key's bias has no gradient, since softmax does not mind a shift.

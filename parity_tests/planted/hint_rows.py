@@ -243,35 +243,35 @@ TORCH_ATTENTION = """\
     weights = self.softmax(self.mask(scores))  # (B, T, T)
     return self.output(weights @ x)"""
 NUMPY_LINEAR = """\
-    y = x2 @ w.T  # (N, out)
+    y = product(x2, w.T)  # (N, out)
     if bias is not None:
         y += bias.data
 
     def gradient_fn(grad: np.ndarray) -> tuple[np.ndarray, ...]:
         g2 = grad.reshape(-1, grad.shape[-1])
-        dx, dw = (g2 @ w).reshape(shape), g2.T @ x2
+        dx, dw = product(g2, w).reshape(shape), product(g2.T, x2)
 """
 NUMPY_TABLE = "        dtable = np.zeros_like(table.data)\n"
 NUMPY_MATMUL = """\
     def gradient_fn(grad: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        da = grad @ b.data.swapaxes(-1, -2)
+        da = product(grad, b.data.swapaxes(-1, -2))
         # As (G^T A)^T: after a transpose, the way back leaves it in the order of memory.
-        return da, (grad.swapaxes(-1, -2) @ a.data).swapaxes(-1, -2)
+        return da, product(grad.swapaxes(-1, -2), a.data).swapaxes(-1, -2)
 
-    return Tensor.from_op("matmul", a.data @ b.data, (a, b), gradient_fn)"""
+    return Tensor.from_op("matmul", product(a.data, b.data), (a, b), gradient_fn)"""
 LOW = '__import__("parity_tests.planted.hint_rows", fromlist=["low"]).low'
 LOW_LINEAR = """\
     def short(x: np.ndarray) -> np.ndarray:
         return SHORT
 
     w2 = short(w)
-    y = short(x2) @ w2.T  # (N, out)
+    y = product(short(x2), w2.T)  # (N, out)
     if bias is not None:
         y += bias.data
 
     def gradient_fn(grad: np.ndarray) -> tuple[np.ndarray, ...]:
         g2 = grad.reshape(-1, grad.shape[-1])
-        dx, dw = (short(g2) @ w2).reshape(shape), short(g2).T @ short(x2)
+        dx, dw = product(short(g2), w2).reshape(shape), product(short(g2).T, short(x2))
 """
 LOW_MATMUL = """\
     def short(x: np.ndarray) -> np.ndarray:
@@ -280,10 +280,10 @@ LOW_MATMUL = """\
     a2, b2 = short(a.data), short(b.data)
 
     def gradient_fn(grad: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        da = short(grad) @ b2.swapaxes(-1, -2)
-        return da, (short(grad).swapaxes(-1, -2) @ a2).swapaxes(-1, -2)
+        da = product(short(grad), b2.swapaxes(-1, -2))
+        return da, product(short(grad).swapaxes(-1, -2), a2).swapaxes(-1, -2)
 
-    return Tensor.from_op("matmul", a2 @ b2, (a, b), gradient_fn)"""
+    return Tensor.from_op("matmul", product(a2, b2), (a, b), gradient_fn)"""
 
 # fmt: off
 EMBEDDING_ROWS = (
@@ -352,12 +352,13 @@ ATTENTION_ROWS = (
           "attention: the gradient of the key is reshaped, not transposed", INPUT),
     plant("hint-scores-untransposed",
           "attention: the gradient of the key uses the scores' gradient untransposed", INPUT,
-          f"{TENSOR}.__matmul__", "(grad.swapaxes(-1, -2) @ a.data)",
-          '((grad if b.op == "transpose" else grad.swapaxes(-1, -2)) @ a.data)'),
+          f"{TENSOR}.__matmul__", "product(grad.swapaxes(-1, -2), a.data)",
+          'product(grad if b.op == "transpose" else grad.swapaxes(-1, -2), a.data)'),
     plant("hint-context-untransposed",
           "attention: the gradient of the value uses the weights untransposed", INPUT,
-          f"{TENSOR}.__matmul__", "(grad.swapaxes(-1, -2) @ a.data)",
-          '(grad.swapaxes(-1, -2) @ (a.data if b.op == "transpose" else a.data.swapaxes(-1, -2)))'),
+          f"{TENSOR}.__matmul__", "product(grad.swapaxes(-1, -2), a.data)",
+          'product(grad.swapaxes(-1, -2), '
+          'a.data if b.op == "transpose" else a.data.swapaxes(-1, -2))'),
     plant("hint-query-detached", "attention: the path of x as query is missing in its gradient",
           INPUT, f"{TORCH_GPT}:GPTAttention.forward",
           "x @ x.transpose(-2, -1)", "x.detach() @ x.transpose(-2, -1)"),
@@ -377,8 +378,8 @@ ATTENTION_ROWS = (
           INPUT),
     plant("hint-value-alone",
           "attention: the gradient of x is that as value alone (overwritten, not accumulated)",
-          INPUT, f"{TENSOR}.__matmul__", "da = grad @",
-          'if b.op == "transpose":\n            return None, None\n        da = grad @'),
+          INPUT, f"{TENSOR}.__matmul__", "da = product(grad,",
+          'if b.op == "transpose":\n            return None, None\n        da = product(grad,'),
 )
 MASK_ROWS = (
     plant("hint-mask-upper", "mask: the upper triangle is kept, not the lower (triu for tril)",
@@ -447,8 +448,8 @@ LINEAR_ROWS = (
     plant("linear-bias-first-row", "linear: the bias gradient is that of the first token",
           parameter("output.output.bias")),
     plant("hint-weight-first", "linear: the weight gradient is that of the first batch element",
-          parameter("output.output.weight"), f"{NUMPY}:linear", "g2.T @ x2",
-          "grad[0].T @ x.data[0]"),
+          parameter("output.output.weight"), f"{NUMPY}:linear", "product(g2.T, x2)",
+          "product(grad[0].T, x.data[0])"),
     plant("linear-bias-missing", "linear: the bias is not added",
           forward(BLOCK + "attention.output.output")),
     plant("hint-projection-left-out", "linear: there is none, x goes on as it is",
@@ -668,7 +669,7 @@ APPEARANCE_ROWS = (
     plant("linear-weight-gradient-reshaped", "reshaped where it should be transposed",
           parameter("output.output.weight"), suitable=_oblong_output),
     plant("hint-transposed", "transposed", parameter("output.output.weight"), f"{NUMPY}:linear",
-          "g2.T @ x2", "(x2.T @ g2).reshape(weight.shape)", suitable=_square_output),
+          "product(g2.T, x2)", "product(x2.T, g2).reshape(weight.shape)", suitable=_square_output),
     plant("hint-time-first", "batch and time are exchanged",
           {"all": re.escape("value/embedding.embedding.output")},
           f"{TORCH_GPT}:GPTEmbedding.forward", "self.embedding(tokens)", "self.embedding(tokens.T)",

@@ -154,19 +154,20 @@ BUGS: tuple[PlantedBug, ...] = (
     # --- Matrix product: each operand
     PlantedBug(
         "matmul-first-operand", f"{TENSOR}.__matmul__",
-        "grad @ b.data.swapaxes(-1, -2)", "grad @ b.data",
+        "product(grad, b.data.swapaxes(-1, -2))", "product(grad, b.data)",
         "dA = G B in place of G B^T (an error unless the sizes are equal)",
         frozenset({TWIN, STEP}), "attention.softmax.output",
     ),
     PlantedBug(
         "matmul-second-operand", f"{TENSOR}.__matmul__",
-        "(grad.swapaxes(-1, -2) @ a.data)", "(grad.swapaxes(-1, -2) @ a.data.swapaxes(-1, -2))",
+        "product(grad.swapaxes(-1, -2), a.data)",
+        "product(grad.swapaxes(-1, -2), a.data.swapaxes(-1, -2))",
         "dB = A G in place of A^T G (an error unless A is square)",
         frozenset({TWIN, STEP}), "feed_forward.output.output",
     ),
     PlantedBug(
         "matmul-second-forgotten", f"{TENSOR}.__matmul__",
-        "(grad.swapaxes(-1, -2) @ a.data).swapaxes(-1, -2)", "None",
+        "product(grad.swapaxes(-1, -2), a.data).swapaxes(-1, -2)", "None",
         "the second operand gets no gradient",
         frozenset({TWIN, STEP}), "feed_forward.output.output",
     ),
@@ -189,19 +190,19 @@ BUGS: tuple[PlantedBug, ...] = (
     ),
     PlantedBug(
         "linear-weight-read-as-in-out", f"{NUMPY}:linear",
-        "x2 @ w.T", "x2 @ w.reshape(shape[-1], -1)",
+        "product(x2, w.T)", "product(x2, w.reshape(shape[-1], -1))",
         "the forward pass takes (out, in) memory for (in, out)",
         frozenset({TWIN, STEP}), "attention.output.output",
     ),
     PlantedBug(
         "linear-weight-gradient-reshaped", f"{NUMPY}:linear",
-        "g2.T @ x2", "(x2.T @ g2).reshape(w.shape)",
+        "product(g2.T, x2)", "product(x2.T, g2).reshape(w.shape)",
         "dW is computed as (in, out) and reshaped in place of transposed",
         frozenset({TWIN, STEP}), "output.output.weight",
     ),
     PlantedBug(
         "linear-input-gradient-reshaped", f"{NUMPY}:linear",
-        "(g2 @ w)", "(g2 @ w.reshape(w.shape[::-1]).T)",
+        "product(g2, w)", "product(g2, w.reshape(w.shape[::-1]).T)",
         "dx takes (out, in) memory for (in, out)",
         frozenset({TWIN, STEP}), "feed_forward.output.output",
     ),
