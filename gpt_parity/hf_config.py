@@ -7,7 +7,7 @@ from typing import Any
 
 from gpt_parity.files import read_text
 from gpt_parity.manifest import one_line, shown, strict_json
-from gpt_parity.model_config import GPT2Config
+from gpt_parity.model_config import MOST_BLOCKS, GPT2Config
 from gpt_parity.schedule import require_integer
 
 SIZES = {
@@ -78,6 +78,8 @@ def _sizes(content: dict[str, Any]) -> GPT2Config:
         raise ValueError(f"{missing[0]} is missing, a size is needed")
     for key in SIZES:
         require_integer(key, sizes[key], 1)
+    if sizes["n_layer"] > MOST_BLOCKS:
+        raise ValueError(f"n_layer is {sizes['n_layer']}, at most {MOST_BLOCKS} are needed")
     if sizes["n_embd"] % sizes["n_head"]:
         raise ValueError(
             f"n_embd is {sizes['n_embd']}, a multiple of n_head = {sizes['n_head']} is needed"

@@ -20,12 +20,6 @@ SMALL = [
 ]  # fmt: skip
 
 
-@pytest.fixture(autouse=True)
-def in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("text.txt").write_bytes(TEXT.encode())
-
-
 def train(*flags: str, out: str = "run") -> int:
     return main(["train", "--data", "text.txt", "--out", out, *SMALL, *flags])
 

@@ -7,6 +7,7 @@ import os
 import random
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 # Small products are fastest on one thread, and one order of summation makes a run repeatable;
@@ -80,6 +81,18 @@ def runs_without_drawing(request: pytest.FixtureRequest, monkeypatch: pytest.Mon
     """Hundreds of tests train, and a drawing takes longer than their runs; some ask for it."""
     if request.node.get_closest_marker("draws") is None:
         monkeypatch.setattr("gpt_parity.training_run.has_matplotlib", lambda: False)
+
+
+@pytest.fixture(autouse=True)
+def folder_of_its_own(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Programs are tested where nothing lies but the text that the mark names."""
+    mark = request.node.get_closest_marker("folder_of_its_own")
+    if mark is not None:
+        monkeypatch.chdir(tmp_path)
+        for text in mark.args:
+            Path("text.txt").write_bytes(text.encode())
 
 
 @pytest.fixture(autouse=True)

@@ -30,12 +30,6 @@ VARIANTS = [
 ]  # fmt: skip
 
 
-@pytest.fixture(autouse=True)
-def in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("text.txt").write_bytes(TEXT.encode())
-
-
 def train(out: str, *flags: str) -> int:
     return main(["train", "--data", "text.txt", "--out", out, *FLAGS, *flags])
 

@@ -26,13 +26,13 @@ from gpt_parity.oracle_config import CheckConfig, ExportConfig, NamesConfig, Ver
 from gpt_parity.provenance import command_line, provenance
 from parity_tests.command_line import (
     CHECKOUT,
+    TEXT,
     checkpoint,
     command,
-    in_a_folder_of_its_own,  # noqa: F401 (a fixture)
     train,
 )
 
-pytestmark = pytest.mark.reference("by hand")
+pytestmark = [pytest.mark.reference("by hand"), pytest.mark.folder_of_its_own(TEXT)]
 
 
 # --- generate -------------------------------------------------------------------------------------

@@ -11,13 +11,13 @@ import pytest
 from gpt_parity.cli import main
 from parity_tests.command_line import (
     SMALL,
+    TEXT,
     checkpoint,
     command,
-    in_a_folder_of_its_own,  # noqa: F401 (a fixture)
     one_error,
 )
 
-pytestmark = pytest.mark.reference("by hand")
+pytestmark = [pytest.mark.reference("by hand"), pytest.mark.folder_of_its_own(TEXT)]
 
 
 BAD_TRAINING: list[tuple[list[str], str]] = [

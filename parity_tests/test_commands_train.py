@@ -32,12 +32,11 @@ from parity_tests.command_line import (
     SMALL,
     TEXT,
     command,
-    in_a_folder_of_its_own,  # noqa: F401 (a fixture)
     one_error,
     train,
 )
 
-pytestmark = pytest.mark.reference("by hand")
+pytestmark = [pytest.mark.reference("by hand"), pytest.mark.folder_of_its_own(TEXT)]
 
 
 # --- train ----------------------------------------------------------------------------------------

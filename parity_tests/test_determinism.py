@@ -18,21 +18,14 @@ from gpt_parity.checkpoint import load_checkpoint
 from gpt_parity.choices import BACKENDS
 from gpt_parity.cli import main
 
-pytestmark = pytest.mark.reference("exact property")
-
 CHECKOUT = Path(__file__).resolve().parents[1]
 TEXT = "Was du ererbt von deinen Vätern hast, erwirb es, um es zu besitzen.\n" * 12
+pytestmark = [pytest.mark.reference("exact property"), pytest.mark.folder_of_its_own(TEXT)]
 FLAGS = [
     "--data", "text.txt", "--context-size", "8", "--embedding-size", "16", "--blocks", "2",
     "--batch-size", "6", "--max-steps", "12", "--warmup", "3", "--eval-every", "5",
     "--sample-tokens", "60",
 ]  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("text.txt").write_text(TEXT, encoding="utf-8")
 
 
 def digest(folder: str) -> str:

@@ -21,16 +21,19 @@ from gpt_parity.weights import get_weights
 from parity_tests.tiny_twins import (
     MODELS,
     SIZES,
+    TEXT,
     batch,
     content,
-    in_a_folder_of_its_own,  # noqa: F401 (a fixture)
     tiny,
     train,
 )
 from torch_impl import functional
 
 # Importing torch's compiler warns about torch's own code.
-pytestmark = pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning"),
+    pytest.mark.folder_of_its_own(TEXT),
+]
 
 needs_gpu = pytest.mark.skipif(
     not torch.cuda.is_available(),
@@ -113,7 +116,7 @@ def test_masks_ids_and_moments_go_to_the_other_operand() -> None:
 @pytest.mark.parametrize("model", MODELS)
 def test_a_gpu_is_judged_and_trains(model: str, name: str) -> None:
     flags = ["--model", model, "--precision", name, "--device", "cuda"]
-    assert main(["verify", "--data", "t.txt", "--steps", "0", "--workers", "1", *flags]) == 0
+    assert main(["verify", "--data", "text.txt", "--steps", "0", "--workers", "1", *flags]) == 0
     assert train("run", *flags) == 0
     assert main(["train", "--resume", "run", "--device", "cpu"]) == (2 if name == "tf32" else 0)
 
@@ -176,6 +179,6 @@ def test_compiled_training_has_the_losses_of_eager_training(model: str) -> None:
 
 @pytest.mark.usefixtures("without_code")
 def test_verify_judges_the_compiled_twin(capsys: pytest.CaptureFixture[str]) -> None:
-    flags = ["verify", "--data", "t.txt", "--steps", "0", "--workers", "1", "--model", "gpt2"]
+    flags = ["verify", "--data", "text.txt", "--steps", "0", "--workers", "1", "--model", "gpt2"]
     assert main([*flags, "--compile"]) == 0
     assert "torch float32 compiled on cpu: PASS: 30 tensors agree" in capsys.readouterr().out

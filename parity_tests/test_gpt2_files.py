@@ -14,7 +14,7 @@ from gpt_parity.cli import main
 from gpt_parity.config import LATER, TrainConfig
 from gpt_parity.model_config import GPT2Config, GPTConfig
 from parity_tests.resumed_runs import (
-    in_a_folder_of_its_own,  # noqa: F401 (a fixture)
+    TEXT,
     kill_at,
     nothing,
     results,
@@ -24,7 +24,7 @@ from parity_tests.resumed_runs import (
 from parity_tests.resumed_runs import train as train_text_model
 from parity_tests.test_gpt2_training import one_error, train
 
-pytestmark = pytest.mark.reference("by hand")
+pytestmark = [pytest.mark.reference("by hand"), pytest.mark.folder_of_its_own(TEXT)]
 
 
 # --- files

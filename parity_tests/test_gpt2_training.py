@@ -21,14 +21,13 @@ from parity_tests.comparers import assert_agree
 from parity_tests.resumed_runs import (
     TEXT,
     VARIANTS,
-    in_a_folder_of_its_own,  # noqa: F401 (a fixture)
     kill_at,
     results,
     resume,
 )
 from parity_tests.resumed_runs import train as train_text_model
 
-pytestmark = pytest.mark.reference("exact property")
+pytestmark = [pytest.mark.reference("exact property"), pytest.mark.folder_of_its_own(TEXT)]
 
 FLAGS = {
     "--model": "gpt2", "--preset": "baby", "--context-size": "8", "--embedding-size": "8",

@@ -190,7 +190,7 @@ REFUSED_CONFIGS = {
     "a text": ({"n_embd": "12"}, "n_embd"),
     "two contexts": ({"n_ctx": 9}, "n_ctx is 9, n_positions = 7 is needed"),
     "two widths": ({"hidden_size": 24}, "hidden_size is 24, n_embd = 12 is needed"),
-    "too many blocks": ({"n_layer": 10**9}, "blocks is 1000000000"),
+    "too many blocks": ({"n_layer": 10**9}, "n_layer is 1000000000, at most 10000 are"),
     "more blocks": ({"n_layer": 5000}, "n_layer is 5000, more than there are arrays"),
 }  # fmt: skip
 

@@ -18,7 +18,10 @@ from gpt_parity.training import GPTTrainer
 from gpt_parity.training_run import Run
 from parity_tests.reliability.kills import killed_while_saving, killed_while_training
 
-pytestmark = pytest.mark.reference("by hand")
+pytestmark = [
+    pytest.mark.reference("by hand"),
+    pytest.mark.folder_of_its_own("Er bellte, und der Mond schien.\n" * 20),
+]
 
 CHECKOUT = Path(__file__).resolve().parents[1]
 FLAGS = [
@@ -26,12 +29,6 @@ FLAGS = [
     "--sample-tokens", "20", "--max-steps", "6", "--eval-every", "3", "--save-every", "1",
 ]  # fmt: skip
 needs_posix = pytest.mark.skipif(os.name != "posix", reason="run on Linux or macOS")
-
-
-@pytest.fixture(autouse=True)
-def in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("text.txt").write_text("Er bellte, und der Mond schien.\n" * 20)
 
 
 def train(out: str, *flags: str) -> int:

@@ -16,7 +16,11 @@ from gpt_parity import plots, training_run
 from gpt_parity.cli import main
 from gpt_parity.run_folder import PLOT_NAME
 
-pytestmark = [pytest.mark.reference("by hand"), pytest.mark.draws]
+pytestmark = [
+    pytest.mark.reference("by hand"),
+    pytest.mark.draws,
+    pytest.mark.folder_of_its_own("the cat sat on the mat, " * 30),
+]
 
 needs_matplotlib = pytest.mark.skipif(
     not plots.has_matplotlib(), reason="needs matplotlib: the extra plots"
@@ -27,12 +31,6 @@ FLAGS = [
 ]  # fmt: skip
 PNG = b"\x89PNG\r\n\x1a\n"
 PLOT = Path("run") / PLOT_NAME
-
-
-@pytest.fixture(autouse=True)
-def in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("text.txt").write_text("the cat sat on the mat, " * 30, encoding="utf-8")
 
 
 def train(*flags: str) -> int:

@@ -22,16 +22,19 @@ from gpt_parity.training import new_trainer
 from parity_tests.tiny_twins import (
     MODELS,
     SIZES,
+    TEXT,
     batch,
     content,
-    in_a_folder_of_its_own,  # noqa: F401 (a fixture)
     one_line,
     tiny,
     train,
 )
 
 # Importing torch's compiler warns about torch's own code.
-pytestmark = pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning"),
+    pytest.mark.folder_of_its_own(TEXT),
+]
 
 
 def losses(folder: str) -> list[float]:
@@ -98,7 +101,7 @@ def test_a_device_that_is_absent_is_one_line(
     command: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     backend = ["--backend", "torch", "--out", "run"] if command == "train" else []
-    assert main([command, "--data", "t.txt", "--device", "cuda", *backend]) == 2
+    assert main([command, "--data", "text.txt", "--device", "cuda", *backend]) == 2
     assert one_line(capsys) == (
         "device is cuda, which PyTorch does not find here; a GPU and a PyTorch built for it are "
         "needed, or --device cpu"

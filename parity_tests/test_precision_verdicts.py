@@ -23,14 +23,17 @@ from gpt_parity.weights import get_weights
 from parity_tests.tiny_twins import (
     MODELS,
     SIZES,
+    TEXT,
     batch,
-    in_a_folder_of_its_own,  # noqa: F401 (a fixture)
     tiny,
 )
 from torch_impl import functional
 
 # Importing torch's compiler warns about torch's own code.
-pytestmark = pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning"),
+    pytest.mark.folder_of_its_own(TEXT),
+]
 
 
 def judged(model: str, arithmetic: Arithmetic) -> Any:
@@ -83,7 +86,8 @@ def test_a_mistake_above_the_floor_is_found_in_bf16(
 def test_verify_says_what_bf16_can_show(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    flags = ["verify", "--data", "t.txt", "--steps", "0", "--workers", "1", "--precision", "bf16"]
+    flags = ["verify", "--data", "text.txt", "--steps", "0", "--workers", "1"]
+    flags += ["--precision", "bf16"]
     assert main([*flags, "--json", "v.json", "--html", "v.html"]) == 0
     out = capsys.readouterr().out
     assert "torch bfloat16 on cpu: PASS: 18 tensors agree" in out
@@ -152,4 +156,4 @@ def test_an_arithmetic_is_asked_for_by_any_of_its_flags() -> None:
     assert VerifyConfig(compile=True).arithmetic == "float32"
     assert VerifyConfig(device="cuda").arithmetic == "float32"
     assert VerifyConfig(precision="float64").arithmetic == "float64"
-    assert verify(VerifyConfig(data=Path("t.txt"), steps=0, workers=1)).arithmetic == {}
+    assert verify(VerifyConfig(data=Path("text.txt"), steps=0, workers=1)).arithmetic == {}

@@ -17,15 +17,15 @@ from gpt_parity.training import GPTTrainer, new_trainer, stream
 from gpt_parity.training_run import Run
 from gpt_parity.weights import set_weights
 from parity_tests.resumed_runs import (
+    TEXT,
     VARIANTS,
-    in_a_folder_of_its_own,  # noqa: F401 (a fixture)
     kill_at,
     results,
     resume,
     train,
 )
 
-pytestmark = pytest.mark.reference("exact property")
+pytestmark = [pytest.mark.reference("exact property"), pytest.mark.folder_of_its_own(TEXT)]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda n: n.name)

@@ -14,7 +14,7 @@ import pytest
 from gpt_parity.checkpoint import load_checkpoint
 from gpt_parity.training_run import Run
 from parity_tests.resumed_runs import (
-    in_a_folder_of_its_own,  # noqa: F401 (a fixture)
+    TEXT,
     kill_at,
     nothing,
     results,
@@ -23,7 +23,7 @@ from parity_tests.resumed_runs import (
     train,
 )
 
-pytestmark = pytest.mark.reference("exact property")
+pytestmark = [pytest.mark.reference("exact property"), pytest.mark.folder_of_its_own(TEXT)]
 
 
 # --- checkpoints ----------------------------------------------------------------------------------

@@ -18,7 +18,6 @@ from gpt_parity.run_folder import existing_folder
 from gpt_parity.training import new_trainer
 from parity_tests.resumed_runs import (
     TEXT,
-    in_a_folder_of_its_own,  # noqa: F401 (a fixture)
     nothing,
     refused,
     results,
@@ -27,7 +26,7 @@ from parity_tests.resumed_runs import (
     train,
 )
 
-pytestmark = pytest.mark.reference("exact property")
+pytestmark = [pytest.mark.reference("exact property"), pytest.mark.folder_of_its_own(TEXT)]
 
 
 @pytest.mark.parametrize(

@@ -20,17 +20,12 @@ from gpt_parity.training import GPTTrainer
 from gpt_parity.weights import set_weights
 from numpy_impl import AdamWOptimizer, GPTLoss
 
-pytestmark = pytest.mark.reference("by hand")
+pytestmark = [pytest.mark.reference("by hand"), pytest.mark.folder_of_its_own()]
 
 SMALL = ["--context-size", "4", "--embedding-size", "4", "--blocks", "1", "--max-steps", "2"]
 MARK = b"\xef\xbb\xbf"
 COMBINING = "e\u0301"  # two characters that look like the one below
 COMPOSED = "\u00e9"
-
-
-@pytest.fixture(autouse=True)
-def in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
 
 
 def train(data: bytes, *flags: str) -> int:

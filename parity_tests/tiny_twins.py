@@ -16,15 +16,9 @@ from gpt_parity.oracle_config import PRESETS
 TEXT = "the cat sat on the mat, the mat sat on the cat; " * 20
 MODELS = ("gpt", "gpt2")
 SIZES = {"gpt": PRESETS["tiny"], "gpt2": PRESETS["gpt2-tiny"]}
-FLAGS = ("--data", "t.txt", "--max-steps", "6", "--context-size", "8",
+FLAGS = ("--data", "text.txt", "--max-steps", "6", "--context-size", "8",
          "--embedding-size", "8", "--blocks", "1", "--sample-tokens", "5", "--save-every", "3",
          "--log-every", "1", "--seed", "7")  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("t.txt").write_text(TEXT)
 
 
 def train(out: str, *flags: str, backend: str = "torch") -> int:

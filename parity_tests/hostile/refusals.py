@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from gpt_parity.model_config import GPTConfig
 from gpt_parity.oracle.bundle import Bundle
 from parity_tests.hostile.seeds import CONFIG, VOCABULARY, reference
 
+TEXT = "abcde" * 100
 BIAS = "output.output.bias"
 CHECKOUT = Path(__file__).resolve().parents[2]
 
@@ -23,13 +23,6 @@ CHECKOUT = Path(__file__).resolve().parents[2]
 @pytest.fixture(scope="module")
 def bundle() -> Bundle:
     return reference()
-
-
-@pytest.fixture(autouse=True)
-def in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # a folder of many files takes long
-    Path("text.txt").write_text("abcde" * 100)
 
 
 def checkpoint(path: str = "c.safetensors", config: GPTConfig = CONFIG, **options: Any) -> bytes:

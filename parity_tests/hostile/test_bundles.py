@@ -22,16 +22,16 @@ from gpt_parity.oracle.bundle_files import save_bundle
 from parity_tests.hostile import refusals
 from parity_tests.hostile.refusals import (
     BIAS,
+    TEXT,
     check,
     described,
-    in_a_folder_of_its_own,  # noqa: F401 (a fixture)
     joined,
     npy,
     refused,
 )
 from parity_tests.hostile.seeds import packed
 
-pytestmark = pytest.mark.reference("by hand")
+pytestmark = [pytest.mark.reference("by hand"), pytest.mark.folder_of_its_own(TEXT)]
 
 bundle = refusals.bundle
 

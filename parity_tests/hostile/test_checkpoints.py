@@ -23,14 +23,14 @@ from parity_tests.hostile.refusals import (
     BIAS,
     CHECKOUT,
     COMMANDS,
+    TEXT,
     checkpoint,
-    in_a_folder_of_its_own,  # noqa: F401 (a fixture)
     joined,
     refused,
 )
 from parity_tests.hostile.seeds import CONFIG, packed
 
-pytestmark = pytest.mark.reference("by hand")
+pytestmark = [pytest.mark.reference("by hand"), pytest.mark.folder_of_its_own(TEXT)]
 
 
 def split(data: bytes) -> tuple[dict[str, Any], bytes]:

@@ -21,17 +21,17 @@ from parity_tests.hostile import refusals
 from parity_tests.hostile.fuzz import FACTOR, SLACK
 from parity_tests.hostile.refusals import (
     COMMANDS,
+    TEXT,
     check,
     checkpoint,
     described,
-    in_a_folder_of_its_own,  # noqa: F401 (a fixture)
     joined,
     npy,
     refused,
 )
 from parity_tests.hostile.seeds import DEFLATED, FOLDER, SAFETENSORS, STORED, packed
 
-pytestmark = pytest.mark.reference("by hand")
+pytestmark = [pytest.mark.reference("by hand"), pytest.mark.folder_of_its_own(TEXT)]
 
 bundle = refusals.bundle
 
