@@ -195,3 +195,18 @@ def test_a_mistake_that_is_not_in_the_table_gets_no_hint(name: str, dtype: str) 
         seen += not report.ok
         assert report.hints == (), f"model {seed}: {report}"
     assert seen or dtype in ("tf32", "float16")
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+def test_a_loss_alone_is_explained_only_where_many_digits_agree(dtype: str) -> None:
+    """In float32, a loss a little off is near what one of many roundings would make of it."""
+    for seed in range(4):
+        bundle = model(Models(None, 0, False, (), False), seed)
+        (doubled, *off) = (
+            check_arrays({"loss": (bundle.arrays["loss"] * factor).astype(dtype)}, bundle, dtype)
+            for factor in (2.0, 1.001, 1.0001)
+        )
+        if seed < 2:  # others allow it too much in float32
+            assert any("a constant factor" in hint for hint in doubled.hints), str(doubled)
+        assert [report.hints for report in off] == [(), ()]
+        assert not any(report.ok for report in off)
