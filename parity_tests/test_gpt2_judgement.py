@@ -15,7 +15,8 @@ from gpt_parity.oracle import cmp
 from gpt_parity.oracle.bundle import Bundle, make_bundle, pass_arrays
 from gpt_parity.oracle.bundle_files import load_bundle, save_bundle
 from gpt_parity.oracle.lockstep import Runner, judge_step, noisy_step, step_tolerances
-from gpt_parity.oracle.rounding import FLOAT32, FLOAT64, MonteCarloArithmetic
+from gpt_parity.oracle.noise import MonteCarloArithmetic
+from gpt_parity.oracle.rounding import FLOAT32, FLOAT64
 from gpt_parity.oracle.subject import export, order_one
 from gpt_parity.oracle.submission import with_fill
 from gpt_parity.oracle.trace import trace

@@ -35,7 +35,8 @@ from gpt_parity.oracle.lockstep import (
     noisy_step,
     step_tolerances,
 )  # fmt: skip
-from gpt_parity.oracle.rounding import FLOAT64, MonteCarloArithmetic
+from gpt_parity.oracle.noise import MonteCarloArithmetic
+from gpt_parity.oracle.rounding import FLOAT64
 from gpt_parity.oracle.tolerance import noisy_runs, spread_tolerance
 from gpt_parity.training import StepResult, as_array
 from gpt_parity.weights import get_weights, set_weights

@@ -13,7 +13,8 @@ from gpt_parity.backends import build_model, load_backend
 from gpt_parity.model_config import GPTConfig
 from gpt_parity.oracle.compare import FORWARD, PARAMETER, Judgement, Report, compare, compare_traces
 from gpt_parity.oracle.complex_step import complex_step_votes
-from gpt_parity.oracle.rounding import FLOAT32, FLOAT64, Call, MonteCarloArithmetic, row
+from gpt_parity.oracle.noise import MonteCarloArithmetic
+from gpt_parity.oracle.rounding import FLOAT32, FLOAT64, Call, row
 from gpt_parity.oracle.slips import planted_slips, show_slips
 from gpt_parity.oracle.tolerance import (
     Tolerance,

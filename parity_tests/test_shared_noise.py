@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from gpt_parity.oracle.compare import compare_traces
-from gpt_parity.oracle.rounding import FLOAT64, MonteCarloArithmetic
+from gpt_parity.oracle.noise import MonteCarloArithmetic
+from gpt_parity.oracle.rounding import FLOAT64
 from parity_tests.models import ModelCase, candidate_trace, reference
 
 

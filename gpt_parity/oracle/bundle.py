@@ -30,7 +30,8 @@ from gpt_parity.oracle.compare import FORWARD, GRADIENT, LOSS, PARAMETER
 from gpt_parity.oracle.complex_step import complex_step_votes
 from gpt_parity.oracle.graph import GRAD, LOSS_KEY, VALUE
 from gpt_parity.oracle.lockstep import Runner, Setting, State, noisy_step, step_tolerances
-from gpt_parity.oracle.rounding import FLOAT32, FLOAT64, MonteCarloArithmetic, Unit
+from gpt_parity.oracle.noise import MonteCarloArithmetic
+from gpt_parity.oracle.rounding import FLOAT32, FLOAT64, Unit
 from gpt_parity.oracle.tolerance import (
     UNDECIDED,
     Tolerance,

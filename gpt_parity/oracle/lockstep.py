@@ -19,7 +19,8 @@ from gpt_parity.checkpoint import Checkpoint
 from gpt_parity.config import TrainConfig
 from gpt_parity.model_config import GPTConfig
 from gpt_parity.oracle.compare import Judgement, compare
-from gpt_parity.oracle.rounding import FLOAT32, FLOAT64, MonteCarloArithmetic, Unit
+from gpt_parity.oracle.noise import MonteCarloArithmetic
+from gpt_parity.oracle.rounding import FLOAT32, FLOAT64, Unit
 from gpt_parity.oracle.tolerance import Tolerance, noisy_runs, spread_tolerance
 from gpt_parity.training import GPTTrainer, StepResult
 from gpt_parity.weights import get_weights, set_weights

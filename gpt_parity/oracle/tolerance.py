@@ -18,7 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from gpt_parity.oracle.rounding import MonteCarloArithmetic, Unit
+from gpt_parity.oracle.noise import MonteCarloArithmetic
+from gpt_parity.oracle.rounding import Unit
 from gpt_parity.oracle.trace import Trace, trace
 from numpy_impl.functional import LAYER_NORM_EPS
 
