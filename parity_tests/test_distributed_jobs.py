@@ -31,6 +31,11 @@ pytestmark = [
 ]
 
 TOTAL = 12
+# Which processes come to the end of the interpreter.
+SAID_AT_THE_END = """
+import atexit, os, pathlib
+atexit.register(pathlib.Path(f"rank-{os.environ.get('RANK', 'none')}").touch)
+"""
 FLAGS = [
     "--data", "text.txt", *SIZES, "--backend", "torch", "--dtype", "float64", "--batch-size", "3",
     "--warmup", "3", "--sample-tokens", "20", "--save-every", "3", "--keep", "9", "--log-every",
@@ -140,10 +145,22 @@ def in_three_shards(in_parallel: tuple[Path, str]) -> tuple[Path, str]:
     """The run of two processes, gone on with in three from the validation on."""
     run, _ = in_parallel
     earlier = copied(run, "sharded", 6)
-    with Job(3, run.parent, "--resume", str(earlier), "--shard", "--accumulate", "1") as job:
+    (run.parent / "sitecustomize.py").write_text(SAID_AT_THE_END)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(run.parent))
+        job = Job(3, run.parent, "--resume", str(earlier), "--shard", "--accumulate", "1")
+    with job:
         code, _, error = job.end()
     assert code == 0, error
     return earlier.parent, error
+
+
+def test_no_interpreter_is_taken_down_while_threads_of_shards_may_live(
+    in_three_shards: tuple[Path, str],
+) -> None:
+    """Of such a process, one in some thousands aborts on a busy machine, after all its work."""
+    taken_down = [path.name for path in in_three_shards[0].parent.glob("rank-*")]
+    assert taken_down == ["rank-none"]  # torchrun itself
 
 
 def test_it_goes_on_in_three_with_shards(

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from gpt_parity.backends import thread_limit
-from gpt_parity.distributed import DistributedTrainer, Group
+from gpt_parity.distributed import DistributedTrainer, Group, leave
 from gpt_parity.interrupts import interrupts_ignored
 from gpt_parity.oracle.lockstep import (
     NOISY_TRAININGS,
@@ -212,6 +212,7 @@ def _work(
             if results is not None:
                 results.send(states)
         torch.distributed.destroy_process_group()
+    leave(0)
 
 
 def _trained(setting: Setting, trial: Trial, group: Group) -> list[State]:
