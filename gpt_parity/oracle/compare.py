@@ -78,9 +78,10 @@ def compare(
         if not np.array_equal(candidate[~kept], _representable(reference[~kept], dtype)):
             return fails("masked positions differ")
         candidate, reference = np.where(kept, candidate, 0.0), np.where(kept, reference, 0.0)
-    # Where no gradient can be judged, overflow cannot either: what rounding leaves in a saturated
-    # softmax is multiplied by the size of the scores, block after block.
-    may_overflow = math.isinf(tolerance.whole) and kind in (GRADIENT, PARAMETER)
+    # Where no gradient can be judged, overflow cannot either, nor that of a step with it: what
+    # rounding leaves in a saturated softmax is multiplied by the size of the scores, block after
+    # block.
+    may_overflow = math.isinf(tolerance.whole) and kind not in (FORWARD, LOSS)
     if not may_overflow and not np.isfinite(candidate).all():
         return fails("not finite")
     if math.isinf(tolerance.whole):

@@ -194,15 +194,18 @@ def _norm_parts(c: Call) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray
 
     The mean is a sum of E terms. Its error, and that of x itself, stays in full where x - mean
     cancels (some compute x/s - mean/s), and enters the mean of squares as 2 (x - mean) times it,
-    and as its own square: of equal numbers it is all that there is, beside eps.
+    and as its own square: of equal numbers it is all that there is, beside eps, and terms that
+    differ by less than a partial sum is rounded by are equal.
     """
     x = c.data[0]
-    root = _root(x.shape[-1])
+    width, u = x.shape[-1], FLOAT32.u if c.unit.stored else c.unit.u
+    size = np.abs(x).mean(axis=-1, keepdims=True)
     d = x - x.mean(axis=-1, keepdims=True)
     square = (d * d).mean(axis=-1, keepdims=True)
     scale = 1.0 / np.sqrt(square + LAYER_NORM_EPS)
-    lost = np.abs(x) + root * np.abs(x).mean(axis=-1, keepdims=True)
-    u = FLOAT32.u if c.unit.stored else c.unit.u
+    equal = (width > SHORT_SUM) & (np.sqrt(square) <= width * u * size)
+    root = np.where(equal, float(width), _root(width))
+    lost = np.abs(x) + root * size
     terms = (2.0 * np.abs(d) + u * lost) * lost
     in_square = root * square + terms.mean(axis=-1, keepdims=True)
     roundings = 2.0 + 0.5 * in_square * scale * scale

@@ -42,6 +42,11 @@ class Tolerance:
     whole: float
     rows: np.ndarray
 
+    def hides(self, reference: np.ndarray) -> bool:
+        """Whether zeros would be taken for the reference, be it zero itself or not judged."""
+        whole, rows = norms(in_rows(reference, self))
+        return bool(whole <= self.whole and (rows <= self.rows).all())
+
 
 def by_thirds(name: str, x: np.ndarray) -> np.ndarray:
     """x, of the bias of a GPT-2's joint projection as (..., 3, E): queries, keys, values.
@@ -132,7 +137,9 @@ def undecided_scores(clean: Trace, values: dict[str, Tolerance], unit: Unit) -> 
         if name.endswith(NORM_OUTPUT):
             layer = name.removesuffix("output") + "input"
             row = clean.aliases.get(layer, layer)
-            if (values[row].rows > _deviation(clean.values[row])).any():
+            # A number less itself is 0 however it is rounded.
+            alone = clean.values[row].shape[-1] == 1
+            if not alone and (values[row].rows > _deviation(clean.values[row])).any():
                 return row
         if name not in clean.kept and name != logits:
             continue

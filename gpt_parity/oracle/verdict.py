@@ -153,11 +153,21 @@ def _report(
         notes += floor(results, bundle, tolerances, unit)
         notes += step_floor(results, bundle, tolerances)
     unjudged = [j.name for j in judgements if not j.judged]
-    gradients = [j.judged for j in judgements if j.kind in (GRADIENT, PARAMETER)]
-    if not wrong and (not any(gradients) if gradients else not right):
+    gradients = [j for j in judgements if j.kind in (GRADIENT, PARAMETER)]
+    if not wrong and not any(j.judged for j in gradients or judgements):
         raise ValueError(
             f"no gradient can be judged in {unit.name} with these weights, since {UNDECIDED}: "
             "smaller weights, such as those that training starts from, or a finer dtype is needed"
+        )
+    if (
+        not wrong
+        and gradients
+        and all(tolerances[j.name].hides(bundle.arrays[j.name]) for j in gradients)
+    ):
+        raise ValueError(
+            f"no gradient that was handed in tells anything in {unit.name} with these weights, "
+            "since each is zero, or rounding is as large: other weights are needed, such as those "
+            "that training starts from"
         )
     if unjudged:
         notes.append(f"not judged: {_some(unjudged)}; {UNDECIDED}")
@@ -246,26 +256,31 @@ def floor(
     results: Mapping[str, Any], bundle: Bundle, tolerances: Mapping[str, Tolerance], unit: Unit
 ) -> Iterable[str]:
     """The smallest relative error of a gradient that would have been noticed."""
-    seen = {}
+    seen, blind = {}, []
     for key in results:
-        size = float(np.linalg.norm(bundle.arrays[key].astype(np.float64)))
-        if key.startswith(GRAD) and size and math.isfinite(tolerances[key].whole):
+        if not key.startswith(GRAD) or not 0.0 < tolerances[key].whole < math.inf:
+            continue
+        if tolerances[key].hides(bundle.arrays[key]):
+            blind.append(key)
+        else:
+            size = float(np.linalg.norm(bundle.arrays[key].astype(np.float64)))
             seen[key] = tolerances[key].whole / size
     if not seen:
         yield "floor: no gradient was judged"
         return
     ordered = sorted(seen.values())
     worst = max(seen, key=lambda key: seen[key])
-    half, every = f"{ordered[len(ordered) // 2]:.1e} in half of the gradients, of ", "every one"
+    others = " other" if blind else ""
+    half = f"{ordered[len(ordered) // 2]:.1e} in half of the{others} gradients, of "
+    every = "every one"
     if len(seen) == 1:
-        half, every = "", "the one gradient"
+        half, every = "", f"the one{others} gradient"
+    if blind:
+        yield f"cannot see: anything at all in {_some(blind)}, where rounding is as large"
     yield (
         f"floor: a relative error of {half}{seen[worst]:.1e} in {every} ({worst}) would have been "
         f"noticed in {unit.name}"
     )
-    blind = [k for k, ratio in seen.items() if ratio >= 1.0]
-    if blind:
-        yield f"cannot see: anything at all in {_some(blind)}, where rounding is as large"
     if unit.name not in ("float64", "float32"):
         yield (
             f"cannot see: in {unit.name} mistakes below the floor, such as gelu's two forms; run "
