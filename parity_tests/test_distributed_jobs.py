@@ -158,7 +158,7 @@ def in_three_shards(in_parallel: tuple[Path, str]) -> tuple[Path, str]:
 def test_no_interpreter_is_taken_down_while_threads_of_shards_may_live(
     in_three_shards: tuple[Path, str],
 ) -> None:
-    """Of such a process, one in some thousands aborts on a busy machine, after all its work."""
+    """Where its threads get no time, such a process aborts, after all its work."""
     taken_down = [path.name for path in in_three_shards[0].parent.glob("rank-*")]
     assert taken_down == ["rank-none"]  # torchrun itself
 
